@@ -51,7 +51,7 @@ def gate(
     from hybridvalidation.scenario_files import scenario_folder
 
     order = Order(names=names, accept=accept, reason=reason, processes=jobs, progress=not common.json)
-    report = gate_all(scenario_folder(common.scenarios), order, common.results)
+    report = gate_all(_files(common.scenarios), order, common.results)
     write_markdown(report.as_markdown(), markdown)
     text = "\n".join([report.as_text(), *report.annotations()])
     return Answer(text=text, content=report.as_mapping(), code=int(report.exit_code))
@@ -89,7 +89,7 @@ def bench(
         only=only, modes=modes, quick=quick, limit_s=60 * minutes, recorded=recorded, check=check, accept=accept,
         choose=choose,
     )  # fmt: skip
-    targets = scenario_folder(common.scenarios).targets()
+    targets = _files(common.scenarios).targets()
     report = bench_kernels(order, common.results, targets, common.note)
     return Answer(text=report.as_text(), content=report.as_mapping(), code=report.exit_code)
 
@@ -107,7 +107,7 @@ def _bench_attention(common: Recorded) -> Answer:
     )
     from hybridvalidation.scenario_files import scenario_folder
 
-    targets = scenario_folder(common.scenarios).targets()
+    targets = _files(common.scenarios).targets()
     read_attention(common.records)  # a damaged file is told now, not after the run
     record = plan_attention(targets)
     written = [append_attention(common.records, record), *write_attention([record], targets, common.results)]
@@ -138,7 +138,7 @@ def report(
     from hybridvalidation.show.report import rebuild
 
     if check:
-        stale = check_report(scenario_folder(common.scenarios), common.results)
+        stale = check_report(_files(common.scenarios), common.results)
         faults = [f"{name}: not what the records say; run: hybridtrain report" for name in stale]
         text = "\n".join(faults) or "every table and page says what the records say"
         return Answer(text=text, content={"stale": stale}, code=1 if stale else 0)
@@ -152,11 +152,11 @@ def report(
                 f"--html writes every scenario; leave out {', '.join(scenarios)}, or write Markdown without --html"
             ]
             raise ConfigError("report", faults)
-        pages = write_site(scenario_folder(common.scenarios), common.results, html)
+        pages = write_site(_files(common.scenarios), common.results, html)
         size = sum(path.stat().st_size for path in pages)
         told = f"{pages[0].as_posix()}: open it in a browser; {len(pages)} files, {format_bytes(size)}"
         return Answer(text=told, content={"files": names_of(pages), "bytes": size})
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     written = rebuild(files, scenarios, common.results)
     if written and not scenarios:
         written += fill_pages(common.results.parent, Figures(files, common.results))
@@ -191,7 +191,7 @@ def records(
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.validate import other_records, prune_records
 
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     if prune:
         count = prune_records(files, names or files.scenario_names(), common.results)
         return Answer(text=f"{count} records dropped that no table shows", content={"dropped": count})
@@ -231,7 +231,7 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
     from hybridvalidation.records.store import append_record
     from hybridvalidation.scenario_files import scenario_folder
 
-    scenarios = scenario_folder(common.scenarios)
+    scenarios = _files(common.scenarios)
     if plans:
         return _moves_of(scenarios, plans, common, record=record)
     if not files:
@@ -270,7 +270,7 @@ def _list_targets(common: Recorded) -> Answer:
     from hybridvalidation.show.pages.targets import all_targets, targets_text
     from hybridvalidation.show.results import Results
 
-    rows = all_targets(Results(scenario_folder(common.scenarios), evidence_folder(common.results)))
+    rows = all_targets(Results(_files(common.scenarios), evidence_folder(common.results)))
     content = {"counts": counts(rows), "targets": [encode(row) for row in rows]}
     return Answer(text=targets_text(rows, TERMINAL), content=content)
 
@@ -308,7 +308,7 @@ def validate(
     from hybridvalidation.show.results import Results
     from hybridvalidation.validate import validate as validate_scenario
 
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     done = validate_scenario(
         files,
         scenario,
@@ -386,7 +386,7 @@ def execute(
     from hybridvalidation.show.report import write_pages
 
     shape = find_model(model)
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     spec = ExecuteSpec(
         model=Path(model).stem if model.endswith(".toml") else model,
         shape=shape, stack=files.stack(stack), grad_accum_steps=accum,
@@ -466,7 +466,7 @@ def study(
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     if study in ladder_names(files.folder):
         if forecasts:
             raise ConfigError(study, ["--forecasts: only a study has them, and this is a ladder; leave it out."])
@@ -549,7 +549,7 @@ def recorded(
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import write_pages
 
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     text, rows = recorded_command(
         scenarios=files.folder, results=common.results, source=source, record=record, jobs=jobs, say=common.note
     )
@@ -582,7 +582,7 @@ def peers(
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import write_pages
 
-    files = scenario_folder(common.scenarios)
+    files = _files(common.scenarios)
     text, rows = peers_command(
         files=files, results=common.results, scenario=scenario, planned=planned, record=record, jobs=jobs,
         say=common.note,
