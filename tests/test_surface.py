@@ -65,7 +65,9 @@ def _api() -> Iterator[str]:
             yield f"{package.__name__}.{name}"
             if callable(thing) and not (isinstance(thing, type) and issubclass(thing, Exception)):
                 parameters = inspect.signature(thing).parameters
-                yield from (f"{package.__name__}.{name}({parameter})" for parameter in parameters)
+                yield from (
+                    f"{package.__name__}.{name}({parameter})" for parameter in parameters if parameter[0] != "_"
+                )
 
 
 def _kinds(catalogue: Mapping[str, type]) -> Iterator[str]:

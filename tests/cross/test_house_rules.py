@@ -6,12 +6,13 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from matplotlib.figure import Figure
 
 from hybridtrain.cli.main import main
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.virtual_gpu.cards.roofline import time_errors
 from hybridvalidation.judge.time_error import LEAST_WAITING, MOST_WAITING
+from hybridvalidation.pictures import png
+from hybridvalidation.pictures.picture import Picture
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("hybridtrain", "kernels", "validation") for path in (ROOT / folder).rglob("*.py"))
@@ -90,17 +91,15 @@ def test_the_error_of_steps_that_wait_is_that_of_its_table() -> None:
 def test_committed_text_follows_from_committed_records(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kinds, save = set[str](), Figure.savefig
+    drawn, draw = set[str](), png.png_of
 
-    def save_first(figure: Figure, path: Path, **settings: object) -> None:
-        kind = path.stem.rpartition("-")[2]
-        if kind not in kinds:  # each picture is drawn; one of each kind becomes a file, which is what takes time
-            kinds.add(kind)
-            save(figure, path, **settings)
-        else:
-            path.touch()
+    def draw_first(picture: Picture) -> bytes:
+        if picture.name in drawn:  # one of each kind is drawn, which is what takes time
+            return b""
+        drawn.add(picture.name)
+        return draw(picture)
 
-    monkeypatch.setattr(Figure, "savefig", save_first)
+    monkeypatch.setattr(png, "png_of", draw_first)
     monkeypatch.chdir(ROOT)
     assert main(["report", "--check"]) == 0, capsys.readouterr().out
-    assert {"cost", "horizon", "lr", "harm", "ladder"} <= kinds
+    assert {"cost", "horizon", "lr", "harm", "study-quality-ladder"} <= drawn

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from hybridtrain.errors import HybridTrainError
+from hybridvalidation.child import Ended
 from hybridvalidation.experiment import Experiment, answer_of, begin_header, in_children
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import read_lines
-from hybridvalidation.runs.child import Ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

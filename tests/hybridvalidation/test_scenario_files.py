@@ -14,8 +14,7 @@ from hybridvalidation.judge import metrics
 from hybridvalidation.judge.case import RATE_METRICS
 from hybridvalidation.scenario import ScenarioTarget
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
-from hybridvalidation.study.protocol import StudyFile
+from hybridvalidation.study.protocol import StudyFile, ladders
 
 SHIPPED = ScenarioFiles(Path(__file__).parents[2] / "scenarios")
 SCENARIO = """\
@@ -48,9 +47,7 @@ ffn_width = 8
 id = "small"
 stacks = ["lean"]
 """
-OF_LADDERS = {
-    stated.id for name in ladder_names(SHIPPED.folder) for stated in read_ladder_file(SHIPPED.folder, name).targets
-}
+OF_LADDERS = {stated.id for ladder in ladders(SHIPPED.folder) for stated in ladder.targets}
 NOT_OF_SCENARIOS = {
     "profiler-overhead", "flash-attention-saving", "flash-attention-cost", "rssm-kernel-speedup",
     "state-encoding-kernel-speedup", "hybrid-speedup", "hybrid-quality",

@@ -1,9 +1,16 @@
-"""A child that is none: the work is done in this process, without seconds of torch's import each."""
+"""A child that is none: the work is done in this process, without seconds of torch's import each.
 
+Job and answer go through JSON as those of a real one do.
+"""
+
+import json
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
-from hybridvalidation.runs.child import Ended
+from hybridtrain.config.decode import decode
+from hybridtrain.config.encode import to_json
+from hybridvalidation.child import Ended
+from hybridvalidation.study.protocol import UNIONS
 
 
 class InlineChild:
@@ -11,9 +18,11 @@ class InlineChild:
 
     def __init__(self, work: str, job: object, answer: type, **_options: Any) -> None:
         module, _, name = work.partition(":")
-        found = getattr(import_module(module), name)(job)
-        assert isinstance(found, answer)
-        self._ended: Ended[Any] = Ended(answer=found, fault="", seconds=0.1, peak_rss_bytes=0, log="")
+        function = getattr(import_module(module), name)
+        job_class = next(iter(get_type_hints(function).values()))
+        found = function(decode(job_class, json.loads(to_json(job)), source=work, unions=UNIONS))
+        read = decode(answer, json.loads(to_json(found)), source=work)
+        self._ended: Ended[Any] = Ended(answer=read, fault="", seconds=0.1, peak_rss_bytes=0, log="")
 
     def poll(self) -> Ended[Any]:
         return self._ended

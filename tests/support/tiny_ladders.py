@@ -7,8 +7,8 @@ from typing import Any
 from hybridtrain.config.decode import decode
 from hybridtrain.run.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.study.ladder.order import next_runs
-from hybridvalidation.study.ladder.protocol import UNIONS, LadderFile, LadderRecord, LadderRun, Probe, run_key
+from hybridvalidation.study.order import next_runs
+from hybridvalidation.study.protocol import UNIONS, LadderFile, LadderRecord, LadderRun, Probe, run_key
 
 ENVIRONMENT = read_environment()
 MODEL = {
@@ -49,13 +49,13 @@ def ladder_of(**changes: Any) -> LadderFile:
 
 def record_of(ladder: LadderFile, run: LadderRun, loss: float | None, **changes: Any) -> LadderRecord:
     """Return a made-up record; top-1 accuracy falls by a tenth of what the loss rises."""
-    rung = ladder.rung(run.rung)
+    size = ladder.size(run.rung)
     record = LadderRecord(
         key=run_key(ladder, run), run=run, outcome=Outcome.DIVERGED if loss is None else Outcome.OK,
         message="loss nan" if loss is None else "", validation_loss=loss,
         validation_accuracy=None if loss is None else 1 - loss / 10, started_at="2026-01-01T00:00:00+00:00",
-        duration_s=1.0, cpu_seconds=1.0, environment=ENVIRONMENT, program="p", num_params=rung.model.num_params,
-        num_tokens=rung.num_tokens, probe=Probe(first_losses=(5.0,), losses=(5.0,), weights_digest="w"),
+        duration_s=1.0, cpu_seconds=1.0, environment=ENVIRONMENT, program="p", num_params=size.model.num_params,
+        num_tokens=size.num_tokens, probe=Probe(first_losses=(5.0,), losses=(5.0,), weights_digest="w"),
         corpus="sympy", corpus_digest="d",
     )  # fmt: skip
     return replace(record, **changes)

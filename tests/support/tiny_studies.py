@@ -7,15 +7,8 @@ from typing import Any
 from hybridtrain.config.decode import decode
 from hybridtrain.run.environment import read_environment
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.study.protocol import (
-    BASELINE,
-    StudyFile,
-    StudyRecord,
-    StudyRun,
-    ValidationPoint,
-    next_runs,
-    run_key,
-)
+from hybridvalidation.study.order import next_runs
+from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord, StudyRun, ValidationPoint, run_key
 
 TRUE_STEP_COST = 3.0
 ENVIRONMENT = read_environment()

@@ -1,7 +1,7 @@
 """What the harness hands to the command by its entry point: verbs, names of files, quality of numbers (EXTENSION)."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -51,7 +51,7 @@ def gate(
     from hybridvalidation.scenario_files import scenario_folder
 
     order = Order(names=names, accept=accept, reason=reason, processes=jobs, progress=not common.json)
-    report = gate_all(_files(common.scenarios), order, common.results)
+    report = gate_all(scenario_folder(common.scenarios), order, common.results)
     write_markdown(report.as_markdown(), markdown)
     text = "\n".join([report.as_text(), *report.annotations()])
     return Answer(text=text, content=report.as_mapping(), code=int(report.exit_code))
@@ -89,7 +89,7 @@ def bench(
         only=only, modes=modes, quick=quick, limit_s=60 * minutes, recorded=recorded, check=check, accept=accept,
         choose=choose,
     )  # fmt: skip
-    targets = _files(common.scenarios).targets()
+    targets = scenario_folder(common.scenarios).targets()
     report = bench_kernels(order, common.results, targets, common.note)
     return Answer(text=report.as_text(), content=report.as_mapping(), code=report.exit_code)
 
@@ -107,7 +107,7 @@ def _bench_attention(common: Recorded) -> Answer:
     )
     from hybridvalidation.scenario_files import scenario_folder
 
-    targets = _files(common.scenarios).targets()
+    targets = scenario_folder(common.scenarios).targets()
     read_attention(common.records)  # a damaged file is told now, not after the run
     record = plan_attention(targets)
     written = [append_attention(common.records, record), *write_attention([record], targets, common.results)]
@@ -138,7 +138,7 @@ def report(
     from hybridvalidation.show.report import rebuild
 
     if check:
-        stale = check_report(_files(common.scenarios), common.results)
+        stale = check_report(scenario_folder(common.scenarios), common.results)
         faults = [f"{name}: not what the records say; run: hybridtrain report" for name in stale]
         text = "\n".join(faults) or "every table and page says what the records say"
         return Answer(text=text, content={"stale": stale}, code=1 if stale else 0)
@@ -152,11 +152,11 @@ def report(
                 f"--html writes every scenario; leave out {', '.join(scenarios)}, or write Markdown without --html"
             ]
             raise ConfigError("report", faults)
-        pages = write_site(_files(common.scenarios), common.results, html)
+        pages = write_site(scenario_folder(common.scenarios), common.results, html)
         size = sum(path.stat().st_size for path in pages)
         told = f"{pages[0].as_posix()}: open it in a browser; {len(pages)} files, {format_bytes(size)}"
         return Answer(text=told, content={"files": names_of(pages), "bytes": size})
-    files = _files(common.scenarios)
+    files = scenario_folder(common.scenarios)
     written = rebuild(files, scenarios, common.results)
     if written and not scenarios:
         written += fill_pages(common.results.parent, Figures(files, common.results))
@@ -191,7 +191,7 @@ def records(
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.validate import other_records, prune_records
 
-    files = _files(common.scenarios)
+    files = scenario_folder(common.scenarios)
     if prune:
         count = prune_records(files, names or files.scenario_names(), common.results)
         return Answer(text=f"{count} records dropped that no table shows", content={"dropped": count})
@@ -231,7 +231,7 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
     from hybridvalidation.records.store import append_record
     from hybridvalidation.scenario_files import scenario_folder
 
-    scenarios = _files(common.scenarios)
+    scenarios = scenario_folder(common.scenarios)
     if plans:
         return _moves_of(scenarios, plans, common, record=record)
     if not files:
@@ -270,7 +270,7 @@ def _list_targets(common: Recorded) -> Answer:
     from hybridvalidation.show.pages.targets import all_targets, targets_text
     from hybridvalidation.show.results import Results
 
-    rows = all_targets(Results(_files(common.scenarios), evidence_folder(common.results)))
+    rows = all_targets(Results(scenario_folder(common.scenarios), evidence_folder(common.results)))
     content = {"counts": counts(rows), "targets": [encode(row) for row in rows]}
     return Answer(text=targets_text(rows, TERMINAL), content=content)
 
@@ -308,7 +308,7 @@ def validate(
     from hybridvalidation.show.results import Results
     from hybridvalidation.validate import validate as validate_scenario
 
-    files = _files(common.scenarios)
+    files = scenario_folder(common.scenarios)
     done = validate_scenario(
         files,
         scenario,
@@ -386,7 +386,7 @@ def execute(
     from hybridvalidation.show.report import write_pages
 
     shape = find_model(model)
-    files = _files(common.scenarios)
+    files = scenario_folder(common.scenarios)
     spec = ExecuteSpec(
         model=Path(model).stem if model.endswith(".toml") else model,
         shape=shape, stack=files.stack(stack), grad_accum_steps=accum,
@@ -447,87 +447,56 @@ def study(
         study: Name of a study, of a ladder of quality, or a .toml file of a study.
         jobs: Runs side by side.
         max_runs: Stop after so many; the study can go on later.
-        rung: Of a ladder: make the runs of this rung alone, whether those before it are finished or not.
+        rung: Of a ladder: make the runs of this model size alone, whether those before it are finished or not.
         forecasts: Score the loss forecasters on the recorded losses.
-        verify: Of a ladder: run nothing, compute the first steps of one record of every arm again, and compare every
-            stack with the arm whose runs it shares; exit code 1 when something differs.
+        verify: Of a ladder: run nothing, compute the first steps of one record of every configuration again, and
+            compare every stack with the configuration whose runs it shares; exit code 1 when something differs.
     """
     from hybridtrain.config.encode import encode
-    from hybridtrain.errors import ConfigError
+    from hybridtrain.errors import ConfigError, unknown_name
     from hybridtrain.reports.tables import TERMINAL
     from hybridvalidation.scenario_files import scenario_folder
-    from hybridvalidation.study.figures import check_targets
     from hybridvalidation.study.forecast import forecast_text, score_study, write_forecasts
-    from hybridvalidation.study.ladder.protocol import ladder_names
+    from hybridvalidation.study.protocol import StudyFile, check_targets, read_study_file
     from hybridvalidation.study.report import study_text, verdict_sentence, write_study
-    from hybridvalidation.study.runner import read_study_file, run_study
+    from hybridvalidation.study.runner import run_study, verify_ladder
 
     def tell(line: str) -> None:
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
-    files = _files(common.scenarios)
-    if study in ladder_names(files.folder):
-        if forecasts:
-            raise ConfigError(study, ["--forecasts: only a study has them, and this is a ladder; leave it out."])
-        return _ladder(files, study, jobs=jobs, max_runs=max_runs, rung=rung, verify=verify, common=common, tell=tell)
-    if verify or rung is not None:
-        raise ConfigError(
-            study, [f"{'--verify' if verify else '--rung'}: only a ladder has it, and this is a study; leave it out."]
-        )
+    files, results = scenario_folder(common.scenarios), common.results
     found, targets = read_study_file(files.folder, study), files.targets()
+    given = {"--forecasts": forecasts, "--verify": verify, "--rung": rung is not None}
+    own, this, other = ({"--verify", "--rung"}, "ladder", "study")
+    if isinstance(found, StudyFile):
+        own, this, other = ({"--forecasts"}, "study", "ladder")
+    elif rung is not None and rung not in (names := [size.name for size in found.rungs]):
+        raise ConfigError(study, [f"--rung: {unknown_name('model size', rung, names)}"])
+    if wrong := [name for name in given if given[name] and name not in own]:
+        raise ConfigError(study, [f"{wrong[0]}: only a {other} has it, and this is a {this}; leave it out."])
     check_targets(found, targets)  # now, not after the runs
-    made = run_study(found, common.results, jobs=jobs, max_runs=max_runs, say=tell)
-    if forecasts:
-        scores = score_study(found, made, common.results, tell)
-        paths = names_of(write_forecasts(common.results))
+    if verify and not isinstance(found, StudyFile):
+        stacks = [files.stack(name) for name in files.stack_names()]
+        replays, num_held, astray = verify_ladder(found, stacks, results, jobs=jobs, say=tell)
+        told = f"Stacks that compute something else than their configuration: {', '.join(astray) or 'none'}."
+        return Answer(
+            text=f"{num_held} of {len(replays)} records are what this program computes. {told}",
+            content={"replays": [encode(one) for one in replays], "stacks_astray": astray},
+            code=0 if num_held == len(replays) and not astray else 1,
+        )
+    made = run_study(found, results, jobs=jobs, max_runs=max_runs, size=rung, say=tell)
+    if forecasts and isinstance(found, StudyFile):
+        scores = score_study(found, made, results, tell)
+        paths = names_of(write_forecasts(results))
         return Answer(
             text=f"{forecast_text(scores, TERMINAL)}\n\nWritten: {', '.join(paths)}",
             content={"runs": [encode(score) for score in scores], "files": paths},
         )
-    paths = names_of(write_study(found, made, targets, common.results)) if made else []
-    verdict = verdict_sentence(found, made)
+    paths = names_of(write_study(found, made, targets, results)) if made else []
     return Answer(
-        text=f"{study_text(found, made, targets, TERMINAL)}\n\nWritten: {', '.join(paths)}",
-        content={"study": found.name, "verdict": verdict, "runs": len(made), "files": paths},
-    )
-
-
-def _ladder(
-    files: "ScenarioFiles", name: str, *, jobs: int, max_runs: int | None, rung: str | None, verify: bool,
-    common: Recorded, tell: Callable[[str], None],
-) -> Answer:  # fmt: skip
-    from hybridtrain.config.encode import encode
-    from hybridtrain.errors import ConfigError, unknown_name
-    from hybridtrain.reports.tables import TERMINAL
-    from hybridvalidation.study.ladder.protocol import read_ladder_file
-    from hybridvalidation.study.ladder.report import ladder_sentence, ladder_text, write_ladder
-    from hybridvalidation.study.ladder.runner import holds, read_ladder, replay, run_ladder
-    from hybridvalidation.study.ladder.stacks import arms_of_stacks
-    from hybridvalidation.study.ladder.targets import check_ladder_targets
-
-    ladder, targets, results = read_ladder_file(files.folder, name), files.targets(), common.results
-    check_ladder_targets(ladder, targets)  # now, not after the runs
-    if rung is not None and rung not in (names := [one.name for one in ladder.rungs]):
-        raise ConfigError(name, [f"--rung: {unknown_name('rung', rung, names)}"])
-    if verify:
-        stacks = arms_of_stacks(ladder, [files.stack(stack) for stack in files.stack_names()])
-        astray = sorted(
-            stack for stack, arm in stacks.items() if arm is None or ladder.arm_of(stack) != ladder.arm(arm)
-        )
-        replays = replay(ladder, read_ladder(results, name), results, jobs=jobs, say=tell)
-        count = sum(map(holds, replays))
-        told = f"Stacks that compute something else than their arm: {', '.join(astray) or 'none'}."
-        return Answer(
-            text=f"{count} of {len(replays)} records are what this program computes. {told}",
-            content={"replays": [encode(found) for found in replays], "stacks_astray": astray},
-            code=0 if count == len(replays) and not astray else 1,
-        )
-    made = run_ladder(ladder, results, jobs=jobs, max_runs=max_runs, rung=rung, say=tell)
-    paths = names_of(write_ladder(ladder, made, targets, results)) if made else []
-    return Answer(
-        text=f"{ladder_text(ladder, made, targets, results, TERMINAL)}\n\nWritten: {', '.join(paths)}",
-        content={"study": name, "verdict": ladder_sentence(ladder, made), "runs": len(made), "files": paths},
+        text=f"{study_text(found, made, targets, results, TERMINAL)}\n\nWritten: {', '.join(paths)}",
+        content={"study": found.name, "verdict": verdict_sentence(found, made), "runs": len(made), "files": paths},
     )
 
 
@@ -549,7 +518,7 @@ def recorded(
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import write_pages
 
-    files = _files(common.scenarios)
+    files = scenario_folder(common.scenarios)
     text, rows = recorded_command(
         scenarios=files.folder, results=common.results, source=source, record=record, jobs=jobs, say=common.note
     )
@@ -582,7 +551,7 @@ def peers(
     from hybridvalidation.scenario_files import scenario_folder
     from hybridvalidation.show.report import write_pages
 
-    files = _files(common.scenarios)
+    files = scenario_folder(common.scenarios)
     text, rows = peers_command(
         files=files, results=common.results, scenario=scenario, planned=planned, record=record, jobs=jobs,
         say=common.note,

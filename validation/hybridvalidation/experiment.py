@@ -15,10 +15,10 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.run.environment import package_version, read_environment
 from hybridtrain.run.program import program_digest
+from hybridvalidation.child import Child, Ended, run_side_by_side
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record
-from hybridvalidation.runs.child import Child, Ended, run_side_by_side
 
 A = TypeVar("A")
 C = TypeVar("C")

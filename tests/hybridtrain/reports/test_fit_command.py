@@ -16,9 +16,8 @@ from hybridtrain.planning.candidates import ARRANGEMENTS, LEVELS, Candidate
 from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.ladder.equivalence import judge_rung
-from hybridvalidation.study.ladder.protocol import read_ladder_file
-from hybridvalidation.study.ladder.runner import read_ladder
+from hybridvalidation.study.equivalence import judge_size
+from hybridvalidation.study.protocol import ladders, read_study
 from hybridvalidation.study.quality_notes import ladder_notes
 
 MODEL = ModelConfig(
@@ -138,13 +137,14 @@ def test_quality_is_what_ladders_on_record_say(tmp_path: Path) -> None:
         for level in LEVELS
     ]
     notes = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), Path("results"))
-    ladder, made = read_ladder_file(Path("scenarios"), "quality-ladder"), read_ladder(Path("results"), "quality-ladder")
-    rungs = sorted(ladder.rungs, key=lambda rung: (rung.model.num_params, rung.tokens_per_param))
-    found = [one for rung in rungs for one in judge_rung(ladder, made, rung) if one.comparison.is_finished]
-    judged = {one.comparison.arm.name: one for one in found}  # of the largest rung
+    (ladder,) = ladders(Path("scenarios"))
+    made = read_study(Path("results"), ladder)
+    sizes = sorted(ladder.rungs, key=lambda size: (size.model.num_params, size.tokens_per_param))
+    found = [one for size in sizes for one in judge_size(ladder, made, size) if one.is_finished]
+    judged = {one.configuration.name: one for one in found}  # of the largest size
     for level, arm in (("exact", "mixed"), ("bf16-int8-state", "tight")):
         assert notes[level].startswith(judged[arm].finding)
-        assert f"{judged[arm].comparison.interval.mean:+.4f} nats" in notes[level]
+        assert f"{judged[arm].interval.mean:+.4f} nats" in notes[level]
         assert "executed at" in notes[level]
     assert "int8-factored" not in notes  # no arm stores weights in 8 bits under factored state
     unmade = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), tmp_path)

@@ -23,6 +23,7 @@ from hybridtrain.stacks import Stack
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, MIB
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
+from hybridvalidation.child import Ended
 from hybridvalidation.experiments import measure
 from hybridvalidation.experiments.card_session import session as cuda_session
 from hybridvalidation.experiments.card_session import train as cuda_train
@@ -43,7 +44,6 @@ from hybridvalidation.experiments.card_session.train import DeviceEvent, TrainJo
 from hybridvalidation.experiments.card_session.worker import Answer
 from hybridvalidation.experiments.measure import MeasuredStep
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.runs.child import Ended
 from tiny_runs import figures
 
 CARD_BYTES = 143_771 * MIB

@@ -14,13 +14,13 @@ from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_json
 from hybridtrain.run.environment import read_environment
 from hybridvalidation import validate as validate_module
+from hybridvalidation.child import Ended
 from hybridvalidation.experiments import stack_runs as runner
 from hybridvalidation.experiments.stack_runs import Job, make_job, run_from_records
 from hybridvalidation.judge.joint import judge_all
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.child import Ended
 from hybridvalidation.scenario_files import ScenarioFiles
 from tiny_files import scenario_file, shape_file
 from tiny_runs import ACCURACY, record

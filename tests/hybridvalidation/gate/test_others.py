@@ -9,11 +9,11 @@ import pytest
 
 from hybridtrain.cli.main import main
 from hybridtrain.run.environment import read_environment
+from hybridvalidation.child import Ended
 from hybridvalidation.experiments.recorded import PlannedFigures, PlannedRun, append_planned, job_of, read_sources
 from hybridvalidation.gate import others
 from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.runs.child import Ended
 
 SCENARIOS, RECORDS = Path("scenarios"), Path("results/records")
 SOURCE = """\

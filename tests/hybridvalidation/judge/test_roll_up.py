@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
+from hybridvalidation.judge.roll_up import counts, roll_up
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario import Target
@@ -17,15 +17,15 @@ TARGETS = {
 
 def judged(
     status: Status, place: str = "here", *, of_scenario: bool = False, registered: bool = False, known: bool = True
-) -> Judged:
-    verdict = Verdict(
+) -> Verdict:
+    return Verdict(
         target="small", says="s", stack=f"{place}-stack", status=status, reason=f"{place} says so.",
         evidence=Evidence.PLANNED if known else None, value=1.0 if known else None, is_of_scenario=of_scenario,
+        place=place, is_registered=registered,
     )  # fmt: skip
-    return Judged(place=place, verdict=verdict, is_registered=registered)
 
 
-def row_of(*items: Judged) -> Row:
+def row_of(*items: Verdict) -> Verdict:
     small, fast = roll_up(TARGETS, items)
     assert (fast.status, fast.reason) == (Status.UNPROVEN, "judged nowhere.")
     return small
@@ -53,13 +53,13 @@ def test_a_scenarios_row_waits_for_the_study_that_owes_it() -> None:
     owed = judged(Status.UNPROVEN, "scenario", of_scenario=True, registered=True, known=False)
     assert row_of(alone, owed).status is Status.UNPROVEN
     assert row_of(alone, owed).reason == "scenario says so. Also holds: study-stack in study."
-    refuted, held = replace(alone, verdict=replace(alone.verdict, status=Status.REFUTED)), judged(Status.HOLDS, "b")
+    refuted, held = replace(alone, status=Status.REFUTED), judged(Status.HOLDS, "b")
     assert row_of(refuted, replace(held, is_registered=True)).status is Status.REFUTED  # the study's own verdicts count
 
 
 def test_figures_outside_of_a_stated_range_are_counted() -> None:
     found = judged(Status.HOLDS)
-    outside = replace(found, verdict=replace(found.verdict, is_outside=True))
+    outside = replace(found, is_outside=True)
     assert counts([row_of(found)]).endswith("by evidence: 1 planned. Without any of these remarks: 1.")
     told = "by evidence: 1 planned. Outside of the range that is stated, on its good side: 1."
     assert counts([row_of(outside)]).endswith(told)
@@ -67,13 +67,13 @@ def test_figures_outside_of_a_stated_range_are_counted() -> None:
 
 def test_estimates_that_no_recorded_run_tests_are_counted() -> None:
     found = judged(Status.HOLDS)
-    untested = replace(found, verdict=replace(found.verdict, is_untested=True))
+    untested = replace(found, is_untested=True)
     assert counts([row_of(untested)]).endswith("1 planned. By an estimate that no recorded run tests: 1.")
 
 
 def test_bounds_that_reject_no_harm_are_counted() -> None:
     found = judged(Status.HOLDS)
-    blunt = replace(found, verdict=replace(found.verdict, is_blunt=True))
+    blunt = replace(found, is_blunt=True)
     assert "what must fail" not in counts([row_of(found)])
     assert counts([row_of(blunt)]).endswith("meets, or does not clearly miss: 1.")
 

@@ -13,8 +13,9 @@ from hybridtrain.hybrid.cycle import HybridTrainer
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
+from hybridvalidation.study.controls import RandomDirection, WeightAverage, poison_gradients, shifted
 from hybridvalidation.study.protocol import StudyMethod
-from hybridvalidation.study.run import RandomDirection, WeightAverage, plan_of, poison_gradients, shifted
+from hybridvalidation.study.trials import plan_of
 from tiny_models import GPT2_UNTIED, random_batch
 
 STEPS, LR = 5.0, 1e-2

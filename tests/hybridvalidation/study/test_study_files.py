@@ -8,8 +8,7 @@ from hybridtrain.cli.main import main
 from hybridtrain.config.decode import decode, load_toml
 from hybridtrain.errors import ConfigError
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.figures import check_targets
-from hybridvalidation.study.protocol import StudyFile
+from hybridvalidation.study.protocol import StudyFile, check_targets
 from tiny_studies import METHOD, STUDY
 
 ROOT = Path(__file__).parents[3]

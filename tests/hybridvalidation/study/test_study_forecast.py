@@ -1,7 +1,7 @@
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,18 @@ from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.hybrid.forecast.catalogue import FORECASTERS
 from hybridtrain.reports.tables import MARKDOWN
+from hybridvalidation.child import Ended
 from hybridvalidation.records.store import append_line
-from hybridvalidation.runs.child import Child, Ended
 from hybridvalidation.study import forecast as study_forecast
-from hybridvalidation.study import forecast_run
-from hybridvalidation.study.forecast import forecast_text, read_forecasts, score_study, write_forecasts
-from hybridvalidation.study.forecast_run import ForecastJob, ForecastRecord, score_in_child, signals_of
-from hybridvalidation.study.protocol import StudyFile, StudyRecord, StudyRun
-from hybridvalidation.study.runner import record_path
+from hybridvalidation.study.forecast import (
+    forecast_text,
+    read_forecasts,
+    score_study,
+    signals_of,
+    write_forecasts,
+)
+from hybridvalidation.study.protocol import StudyFile, StudyRecord, StudyRun, record_path
+from inline_child import InlineChild
 from tiny_studies import METHOD, finished, study_of
 
 LENGTH = 720
@@ -31,7 +35,6 @@ LONG: dict[str, Any] = {
 }  # fmt: skip
 QUICK = ("ema", "power_law")
 STEP_CPU_S = 2.0
-WORK = "hybridvalidation.study.forecast_run:score_in_child"
 
 
 def loss_after(step: int, seed: int) -> float:
@@ -47,17 +50,6 @@ def with_losses(study: StudyFile) -> dict[str, StudyRecord]:
     return {key: told(record) for key, record in finished(study, lambda _: 2.0).items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Here:
-    """A child's place: the same function, in this process."""
-
-    job: ForecastJob
-
-    def wait(self) -> Ended[ForecastRecord]:
-        answer = score_in_child(self.job)
-        return Ended(answer=answer, fault="", seconds=0.0, peak_rss_bytes=0, log="")
-
-
 @pytest.fixture(autouse=True)
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Leave out processes, a step of a real model, and forecasters that learn; return the steps asked for."""
@@ -68,8 +60,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         return STEP_CPU_S
 
     before = torch.get_num_threads()
-    monkeypatch.setattr(forecast_run, "_step_cpu_s", step_cpu_s)
-    monkeypatch.setattr(study_forecast, "_start", Here)
+    monkeypatch.setattr(study_forecast, "_step_cpu_s", step_cpu_s)
+    monkeypatch.setattr(study_forecast, "Child", InlineChild)
     monkeypatch.setattr(study_forecast, "FORECASTERS", {kind: FORECASTERS[kind] for kind in QUICK})
     yield steps
     torch.set_num_threads(before)
@@ -110,12 +102,13 @@ def test_only_what_is_new_is_scored(tmp_path: Path) -> None:
 def test_a_process_that_fails_leaves_what_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = study_of(**LONG)
 
-    def start(job: ForecastJob) -> Child[ForecastRecord] | Here:
-        broken = replace(job, kinds=("oracle",), step_cpu_s=STEP_CPU_S)
-        return Child(WORK, broken, ForecastRecord) if job.run.run.seed == 1 else Here(job)
+    class Failing(InlineChild):
+        def wait(self) -> Ended[Any]:
+            seed = self._ended.answer.seed
+            return replace(self._ended, answer=None, fault="no oracle") if seed == 1 else self._ended
 
-    monkeypatch.setattr(study_forecast, "_start", start)
-    with pytest.raises(HybridTrainError, match=r"adamw, seed 1 has no record: .*oracle.*; those that ended are kept"):
+    monkeypatch.setattr(study_forecast, "Child", Failing)
+    with pytest.raises(HybridTrainError, match=r"adamw .* seed 1 .* no record: .*oracle.*; runs that ended are"):
         score_study(study, with_losses(study), tmp_path, lambda _: None)
     assert [record.seed for record in read_forecasts(tmp_path)] == [0]
 
@@ -146,16 +139,16 @@ def test_the_table_has_means_over_runs(tmp_path: Path) -> None:
     study = study_of(**LONG)
     records = score_study(study, with_losses(study), tmp_path, lambda _: None)
     text = forecast_text(records, MARKDOWN)
-    rows = {tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in text.splitlines() if "| ema" in line}
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "| ema" in line]
     scores = [score for record in records for score in record.scores if (score.kind, score.horizon) == ("ema", 50)]
-    row = next(row for row in rows if row[1] == "50")
-    assert row[2] == f"{sum(score.mean_absolute_error for score in scores) / 6:.4f}"
-    assert row[5] == str(sum(score.num_forecasts for score in scores))
+    row = [cell for row in rows if row[1] == "50" for cell in row[2:]]  # of two tables
+    assert row[0] == f"{sum(score.mean_absolute_error for score in scores) / 6:.4f}"
+    assert row[3] == str(sum(score.num_forecasts for score in scores))
     share = sum(score.cpu_s_per_step for score in scores) / 6
-    assert row[6:] == (f"{1000 * share:.2f}", f"{100 * share / STEP_CPU_S:.3f}")
+    assert row[4:] == [f"{1000 * share:.2f}", f"{100 * share / STEP_CPU_S:.3f}"]
     step_s = share / 0.25
     of_card = forecast_text(records, MARKDOWN, step_s)
-    assert next(line for line in of_card.splitlines() if "| ema" in line).split("|")[-2].strip() == "25.00"
+    assert [line for line in of_card.splitlines() if "| ema" in line][4].split("|")[-2].strip() == "25.00"
     assert f"4 x 1024 tokens, {1000 * step_s:.0f} ms, too" in of_card
     assert text.startswith("Smallest mean error over all horizons and 6 runs: ")
     (path,) = write_forecasts(tmp_path)

@@ -7,7 +7,7 @@ import torch
 from hybridtrain.data.pinned_corpus import PINNED
 from hybridtrain.errors import ConfigError
 from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRun, run_key
-from hybridvalidation.study.run import make_run
+from hybridvalidation.study.trials import StudyJob, run_study_job
 from tiny_studies import METHOD, study_of
 
 METHODS: list[dict[str, Any]] = [
@@ -29,7 +29,10 @@ def run_of(method: str) -> StudyRun:
 
 def test_muon_takes_adamws_place_and_can_jump(study: StudyFile) -> None:
     torch.set_num_threads(1)
-    made = {name: make_run(study, run_of(name)) for name in (BASELINE, "muon", "slow-muon", "jumping")}
+    made = {
+        name: run_study_job(StudyJob(study=study, run=run_of(name)))
+        for name in (BASELINE, "muon", "slow-muon", "jumping")
+    }
     assert len({record.validation_loss for record in made.values()}) == 4
     assert made["jumping"].cost > made["muon"].cost, "probes count"
     assert {record.corpus_digest for record in made.values()} == {PINNED["sympy"][1]}

@@ -7,16 +7,8 @@ import pytest
 
 from hybridtrain.config.decode import load_toml
 from hybridvalidation.records.store import read_lines
-from hybridvalidation.study.protocol import (
-    BASELINE,
-    Betas,
-    StudyFile,
-    StudyRecord,
-    StudyRun,
-    chosen,
-    next_runs,
-    run_key,
-)
+from hybridvalidation.study.order import next_runs
+from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord, StudyRun, chosen, run_key
 from tiny_studies import METHOD, STUDY, finished, record_of, study_of
 
 ROOT = Path(__file__).parents[3]
@@ -81,15 +73,16 @@ def test_a_complete_study_needs_nothing() -> None:
     study = study_of(**TUNED)
     made = finished(study, bowl)
     assert next_runs(study, made) == []
-    assert chosen(study, made, BASELINE) == (0.02, Betas(beta1=0.9, beta2=0.95))
-    assert chosen(study, made, "slow_gradient") == (0.005, Betas(beta1=0.9, beta2=0.95))
-    assert chosen(study, made, "mean") == chosen(study, made, BASELINE)
+    best = StudyRun(method=BASELINE, lr=0.02, beta1=0.9, beta2=0.95, seed=0, num_steps=12)
+    assert chosen(study, made, BASELINE) == best
+    assert chosen(study, made, "slow_gradient") == replace(best, method="slow_gradient", lr=0.005)
+    assert chosen(study, made, "mean") == replace(best, method="mean")
 
 
 def test_a_diverged_run_is_never_the_best_and_never_repeated() -> None:
     study = study_of(**TUNED)
     made = finished(study, lambda run: None if run.lr in {0.01, 0.02} and run.method == BASELINE else 2.0)
-    assert chosen(study, made, BASELINE)[0] == 0.04
+    assert chosen(study, made, BASELINE).lr == 0.04
     assert next_runs(study, made) == []
 
 
@@ -97,7 +90,7 @@ def test_the_best_is_chosen_by_validation_and_not_by_the_test() -> None:
     study = study_of(lrs=[0.01, 0.02])
     made = made_of(study, next_runs(study, {}), lambda run: 2.0 + run.lr)
     made = {key: replace(record, test_loss=-record.run.lr) for key, record in made.items()}
-    assert chosen(study, made, BASELINE)[0] == 0.01
+    assert chosen(study, made, BASELINE).lr == 0.01
 
 
 def test_a_run_of_two_roles_is_made_once() -> None:

@@ -11,14 +11,15 @@ import torch
 from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import HybridTrainError, RecordError
+from hybridvalidation.child import Ended
 from hybridvalidation.records.store import append_line, read_lines
-from hybridvalidation.runs.child import Ended
-from hybridvalidation.study import run as study_run
 from hybridvalidation.study import runner as study_runner
-from hybridvalidation.study.harm import harm_sentence
-from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord, StudyRun, next_runs, run_key
-from hybridvalidation.study.run import make_run
-from hybridvalidation.study.runner import read_study, record_path, run_study
+from hybridvalidation.study import trials
+from hybridvalidation.study.order import next_runs
+from hybridvalidation.study.protocol import BASELINE, StudyFile, StudyRecord, StudyRun, read_study, record_path, run_key
+from hybridvalidation.study.report import verdict_sentence
+from hybridvalidation.study.runner import run_study
+from hybridvalidation.study.trials import StudyJob, StudyTrial, run_study_job
 from inline_child import InlineChild
 from tiny_studies import METHOD, study_of
 
@@ -58,12 +59,12 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[StudyRun]:
     """Run without processes; return the runs made."""
     runs: list[StudyRun] = []
 
-    def make(study: StudyFile, run: StudyRun) -> StudyRecord:
-        runs.append(run)
+    def make(job: StudyJob) -> StudyRecord:
+        runs.append(job.run)
         # times of a few milliseconds are as good as none
-        return replace(make_run(study, run), cpu_seconds=1.0, duration_s=1.0)
+        return replace(run_study_job(job), cpu_seconds=1.0, duration_s=1.0)
 
-    monkeypatch.setattr(study_run, "make_run", make)
+    monkeypatch.setattr(trials, "run_study_job", make)
     monkeypatch.setattr(study_runner, "Child", InlineChild)
     return runs
 
@@ -76,6 +77,10 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "scenarios/targets.toml").write_text(TARGETS)
     (tmp_path / "scenarios/studies/tiny.toml").write_text(to_toml(study_of(**TUNED)))
     return tmp_path
+
+
+def make_run(study: StudyFile, run: StudyRun) -> StudyRecord:
+    return run_study_job(StudyJob(study=study, run=run))
 
 
 def run_of(method: str, seed: int = 0) -> StudyRun:
@@ -117,10 +122,10 @@ def test_a_stopped_study_goes_on_where_it_was(
     assert len(keys) == NUM_RUNS
     assert told["runs"] == NUM_RUNS
     assert "Not finished" not in told["verdict"]
-    made = read_study(folder / "results", "tiny")
+    made = read_study(folder / "results", study)
     assert next_runs(study, made) == []
     files = {Path(name).name for name in told["files"]}
-    names = {"study-tiny.md", "study-tiny-horizon.png", "study-tiny-cost.png", "study-tiny-lr.png"}
+    names = {"study-tiny.md", "study-tiny-factor.png", "study-tiny-horizon.png", "study-tiny-lr.png"}
     assert files == names
     bytes_of = {name: Path(name).read_bytes() for name in told["files"]}
     table = bytes_of[str(folder / "results/tables/study-tiny.md")].decode()
@@ -136,13 +141,6 @@ def test_a_stopped_study_goes_on_where_it_was(
     assert len(here) == NUM_RUNS, "a complete study makes no run"
 
 
-def test_a_process_of_its_own_makes_the_same_run(tmp_path: Path) -> None:
-    study = study_of()
-    made = run_study(study, tmp_path, jobs=1, max_runs=1, say=lambda _: None)
-    assert [outcome(record) for record in made.values()] == [outcome(make_run(study, run_of(BASELINE)))]
-    assert read_study(tmp_path, "tiny") == made
-
-
 def test_runs_before_a_crash_are_kept(tmp_path: Path, here: list[StudyRun], monkeypatch: pytest.MonkeyPatch) -> None:
     class Crashing(InlineChild):
         def poll(self) -> Ended[Any]:
@@ -151,14 +149,14 @@ def test_runs_before_a_crash_are_kept(tmp_path: Path, here: list[StudyRun], monk
     monkeypatch.setattr(study_runner, "Child", Crashing)
     with pytest.raises(HybridTrainError, match="out of paper; runs that ended are kept"):
         run_study(study_of(), tmp_path, jobs=1, max_runs=None, say=lambda _: None)
-    assert len(read_study(tmp_path, "tiny")) == 4
+    assert len(read_study(tmp_path, study_of())) == 4
 
 
 def test_runs_on_another_text_are_not_joined(tmp_path: Path, here: list[StudyRun]) -> None:
     study = study_of()
     (record,) = run_study(study, tmp_path, jobs=1, max_runs=1, say=lambda _: None).values()
     append_line(record_path(tmp_path, "tiny"), replace(record, corpus_digest="0123456789"))
-    with pytest.raises(RecordError, match="its runs had the corpus 01234567, this machine has"):
+    with pytest.raises(RecordError, match="its runs had the text 01234567, this machine has"):
         run_study(study, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
     assert len(here) == 1
 
@@ -230,7 +228,7 @@ def test_it_is_survived_right_after_a_jump_only() -> None:
 @pytest.mark.parametrize("place", ["_halves", "curve"])
 def test_a_loss_that_is_no_number_is_an_outcome(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     # written down it would make the file of records unreadable, and crash the study
-    monkeypatch.setattr(study_run._Trial, "_mean_loss", lambda *_: float("nan"))
+    monkeypatch.setattr(StudyTrial, "_mean_loss", lambda *_: float("nan"))
     record = make_run(study_of(validate_every=4 if place == "curve" else 0), run_of(BASELINE))
     assert record.outcome == "diverged"
     assert "validation loss nan" in record.message
@@ -249,9 +247,9 @@ def test_a_real_study_of_harm(tmp_path: Path, here: list[StudyRun]) -> None:
     )  # fmt: skip
     made = run_study(study, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
     assert len(here) == 12
-    assert "is kept by every setting: worst mean harm" in harm_sentence(study, made)
+    assert "is kept by every setting: worst mean harm" in verdict_sentence(study, made)
     strict = replace(study, largest_harm_pct=-99.0)
-    assert "is broken by slow_gradient; worst" in harm_sentence(strict, made)
+    assert "is broken by slow_gradient; worst" in verdict_sentence(strict, made)
     (tmp_path / "scenarios/studies").mkdir(parents=True)
     (tmp_path / "scenarios/targets.toml").write_text(TARGETS)
     (tmp_path / "scenarios/studies/tiny.toml").write_text(to_toml(study))

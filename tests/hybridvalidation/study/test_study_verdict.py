@@ -12,9 +12,9 @@ from hybridtrain.reports.tables import MARKDOWN
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.figures import check_targets, judge_study
-from hybridvalidation.study.harm import harm_sentence, harm_text, harms
-from hybridvalidation.study.protocol import BASELINE, StudyRun, next_runs
+from hybridvalidation.study.factors import harms, judge_study
+from hybridvalidation.study.order import next_runs
+from hybridvalidation.study.protocol import BASELINE, Made, StudyFile, StudyRun, check_targets
 from hybridvalidation.study.report import study_text, verdict_sentence, write_study
 from tiny_studies import ENVIRONMENT, METHOD, finished, record_of, study_of
 
@@ -41,6 +41,10 @@ def reaching(*steps: float, noise: float = 0.3) -> Callable[[StudyRun], float | 
         return 5.0 - 0.2 * math.log(at) + noise * run.seed if at else None
 
     return loss_of
+
+
+def text_of(study: StudyFile, made: Made) -> str:
+    return study_text(study, made, TARGETS, Path(), MARKDOWN)
 
 
 def sentence(*steps: float, **changes: Any) -> str:
@@ -123,7 +127,7 @@ def test_a_diverged_seed_is_not_left_out_of_a_claim() -> None:
     assert told == "slow_gradient or AdamW diverged with seed 2: the registered claim (it gains) is not met."
     assert "with seed 0, 1, 2" in sentence(0, 0, 0)
     study = study_of()
-    assert "diverged" in study_text(study, finished(study, reaching(0, 0, 0)), TARGETS, MARKDOWN)
+    assert "diverged" in text_of(study, finished(study, reaching(0, 0, 0)))
 
 
 def test_stated_figures_of_a_gain() -> None:
@@ -219,7 +223,7 @@ def test_targets_that_no_study_can_judge_are_refused_together() -> None:
         check_targets(study_of(targets=["hybrid-sped", "predict-phase-free-memory"]), TARGETS)
     assert len(error.value.faults) == 2
     assert "did you mean 'hybrid-speedup'?" in error.value.faults[0]
-    assert "a study judges accuracy_loss_pct, time_to_loss_speedup_pct" in error.value.faults[1]
+    assert "this study judges accuracy_loss_pct, time_to_loss_speedup_pct" in error.value.faults[1]
 
 
 def test_a_target_of_another_metric_never_counts_as_judged() -> None:
@@ -230,7 +234,7 @@ def test_a_target_of_another_metric_never_counts_as_judged() -> None:
 
 def test_the_best_rate_at_an_end_is_told() -> None:
     study = study_of(lrs=[0.005, 0.01, 0.02], methods=[METHOD | {"lrs": [0.01, 0.02, 0.03]}])
-    text = study_text(study, finished(study, lambda run: 2.0 + abs(run.lr - 0.01)), TARGETS, MARKDOWN)
+    text = text_of(study, finished(study, lambda run: 2.0 + abs(run.lr - 0.01)))
     assert "The best rate of slow_gradient (0.01) is the lowest tried" in text
     assert "The best rate of adamw" not in text
 
@@ -251,8 +255,10 @@ def test_versions_of_the_program_are_told() -> None:
     study = study_of()
     made = finished(study, reaching(14, 14, 14), environment=replace(ENVIRONMENT, commit="0123456789"))
     others = sorted(["01234567", ENVIRONMENT.commit[:8]])
-    assert f"made by 2 versions of the program: {', '.join(others)}." in study_text(study, made, TARGETS, MARKDOWN)
-    assert "versions of" not in study_text(study, finished(study, reaching(14, 14, 14)), TARGETS, MARKDOWN)
+    assert f"made by 2 versions of the program: {', '.join(others)}." in study_text(
+        study, made, TARGETS, Path(), MARKDOWN
+    )
+    assert "versions of" not in text_of(study, finished(study, reaching(14, 14, 14)))
 
 
 def harm_losses(percents: dict[str, tuple[float | None, ...]]) -> Callable[[StudyRun], float | None]:
@@ -270,7 +276,7 @@ STOPPED = (None, None, None)
 
 def harm_of(percents: dict[str, tuple[float | None, ...]]) -> str:
     study = study_of(**HARM)
-    return harm_sentence(study, finished(study, harm_losses(percents)))
+    return verdict_sentence(study, finished(study, harm_losses(percents)))
 
 
 def test_a_kept_bound_names_the_worst_setting_and_the_worst_seed() -> None:
@@ -303,20 +309,23 @@ def test_a_setting_with_rates_of_its_own_is_judged_at_its_best() -> None:
     made = finished(study, harm_losses({"wild": (5.0, 5.0, 5.0)}))
     assert [harm.method.name for harm in harms(study, made)] == ["mild", "wild", "nan"]
     assert {record.run.lr for record in made.values() if record.run.method == "wild" and record.run.seed} == {0.02}
-    assert "broken by wild" in harm_sentence(study, made)
+    assert "broken by wild" in verdict_sentence(study, made)
 
 
 def test_an_unfinished_study_of_harm_keeps_no_bound() -> None:
     study = study_of(**HARM)
     run = next_runs(study, {})[0]
     record = record_of(study, run, 2.0)
-    assert harm_sentence(study, {record.key: record}) == "Not finished: the registered claim (no harm) is unproven."
+    assert verdict_sentence(study, {record.key: record}) == "Not finished: the registered claim (no harm) is unproven."
 
 
 def test_the_table_of_harm_shows_bound_and_seeds() -> None:
     study = study_of(**HARM)
     losses = harm_losses({"mild": (1.0, 1.5, 3.2), "adamw-nan": STOPPED})
-    rows = [line for line in harm_text(study, finished(study, losses), MARKDOWN).splitlines() if line.startswith("|")]
-    cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows}
-    assert cells["mild"] == ["as it is", "adamw", "3.0643", "3.0000", "+1.90", "+3.20", "0", "0", "yes"]
-    assert cells["nan"] == ["a fault", "adamw-nan", "3.0000", "stopped", "-", "-", "0", "0", "yes"]
+    rows = [line for line in text_of(study, finished(study, losses)).splitlines() if line.startswith("|")]
+    cells: dict[str, list[str]] = {}
+    for row in rows:  # of two tables
+        name, *others = (cell.strip() for cell in row.split("|")[1:-1])
+        cells.setdefault(name, []).extend(others)
+    assert cells["mild"] == ["adamw", "+1.90", "+3.20", "yes", "3.0643", "3.0000", "0", "0", "as it is"]
+    assert cells["nan"] == ["adamw-nan", "-", "-", "yes", "3.0000", "stopped", "0", "0", "a fault"]

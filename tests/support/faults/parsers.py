@@ -48,8 +48,7 @@ from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import read_lines
 from hybridvalidation.scenario import Scenario, TargetFile
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.ladder.protocol import UNIONS, LadderFile, LadderRecord
-from hybridvalidation.study.protocol import StudyFile
+from hybridvalidation.study.protocol import UNIONS, LadderFile, LadderRecord, StudyFile
 
 _ROOT: Final = Path(__file__).parents[3]
 _LONGEST_SAMPLE: Final = 20_000

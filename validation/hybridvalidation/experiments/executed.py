@@ -34,12 +34,12 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
 from hybridtrain.units import format_bytes, format_seconds
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
+from hybridvalidation.child import Child, run_side_by_side
 from hybridvalidation.experiment import begin_header
 from hybridvalidation.records.asked import plan_figures
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
-from hybridvalidation.runs.child import Child, run_side_by_side
 
 _FILE = "executed.jsonl"
 _Event = tuple[int, int, str, str, int]

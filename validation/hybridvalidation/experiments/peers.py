@@ -16,13 +16,13 @@ from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.units import format_seconds, to_gib
 from hybridtrain.virtual_gpu.cards.card import Host
+from hybridvalidation.child import ONE_THREAD, Child, Ended
 from hybridvalidation.engines.task import ENGINES, Precision, Task
 from hybridvalidation.experiment import Experiment, child_header, in_children, missing_package, versions_of
 from hybridvalidation.records.asked import key_of, plan_figures, values_of
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
-from hybridvalidation.runs.child import ONE_THREAD, Child, Ended
 from hybridvalidation.scenario import CardSpec
 from hybridvalidation.scenario_files import ScenarioFiles
 

@@ -16,12 +16,12 @@ from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridvalidation.child import Child, Ended
 from hybridvalidation.experiment import Experiment, child_header, in_children, missing_package, versions_of
 from hybridvalidation.records.asked import key_of, values_of
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
-from hybridvalidation.runs.child import Child, Ended
 
 _FILE = Path("recorded") / "planned.jsonl"
 _LIMIT_S = 1800.0

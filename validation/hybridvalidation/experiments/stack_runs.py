@@ -25,6 +25,7 @@ from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import Stack
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.cards.links import World, find_link
+from hybridvalidation.child import Child, Ended
 from hybridvalidation.experiment import Experiment, begin_header, child_header, in_children
 from hybridvalidation.experiments.accuracy import train_proxies
 from hybridvalidation.experiments.measure import measure_on_cuda
@@ -32,7 +33,6 @@ from hybridvalidation.records.asked import key_of, plan_figures, values_of
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import RunKind, StackRun
 from hybridvalidation.records.store import RecordStore
-from hybridvalidation.runs.child import Child, Ended
 from hybridvalidation.scenario import AccuracySpec, Scenario
 
 _EVIDENCE: Mapping[RunKind, Evidence] = {

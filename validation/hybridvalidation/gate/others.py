@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.progress import progress_bar
+from hybridvalidation.child import Child, Ended, run_side_by_side
 from hybridvalidation.experiment import missing_package, versions_of
 from hybridvalidation.experiments.peers import (
     PeerFigures,
@@ -34,7 +35,6 @@ from hybridvalidation.gate.gate import Comparison, Finding, GateExit, Order
 from hybridvalidation.records.asked import differences, values_of
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
-from hybridvalidation.runs.child import Child, Ended, run_side_by_side
 from hybridvalidation.scenario_files import ScenarioFiles
 
 NAMES = ("recorded", "peers")

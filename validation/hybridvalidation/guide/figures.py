@@ -21,18 +21,17 @@ from hybridtrain.virtual_gpu.cards.roofline import time_errors
 from hybridvalidation.experiments.recorded import Role
 from hybridvalidation.guide.departures import defaults_table, names_table
 from hybridvalidation.guide.models import recommendations
-from hybridvalidation.judge.roll_up import Row as TargetRow
-from hybridvalidation.judge.verdict import Status
+from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.recorded import RESIDENT, predicted
 from hybridvalidation.show.pages.scenario import summary_table
 from hybridvalidation.show.pages.targets import all_targets
 from hybridvalidation.show.report import stale_pages
 from hybridvalidation.show.results import Results
-from hybridvalidation.study.figures import method_figures
-from hybridvalidation.study.ladder.equivalence import Finding, Judged
-from hybridvalidation.study.ladder.quality import all_judged
-from hybridvalidation.study.runner import read_study, read_study_file
+from hybridvalidation.study.equivalence import Comparison, Finding
+from hybridvalidation.study.factors import method_figures
+from hybridvalidation.study.protocol import StudyFile, read_study, read_study_file
+from hybridvalidation.study.quality import all_judged
 
 _MARKED = re.compile(r"<!--figure ([^>]*?)-->(.*?)<!--/figure-->", re.DOTALL)
 _PAGES = ("README.md", "docs/*.md", "docs/*/*.md")
@@ -81,18 +80,18 @@ class Figures(Results):
 
     def ladder(self, rung: str, word: str) -> str:
         """Return the parameters of a model size of the quality ladder, or how many configurations have a verdict."""
-        judged = [found for found in self._ladder if found.comparison.rung.name == rung]
+        judged = [found for found in self._ladder if found.size.name == rung]
         number = Counter(found.finding for found in judged)
         told = {finding.value: lambda finding=finding: str(number[finding]) for finding in Finding}
-        return _chosen(word, {"size": lambda: format_count(judged[0].comparison.size[0]), **told})
+        return _chosen(word, {"size": lambda: format_count(judged[0].scale[0]), **told})
 
     def arms(self, rung: str, *names: str) -> str:
         """Return the smallest and the largest mean difference of loss of configurations at a model size, in nats."""
         means = [
-            found.comparison.interval.mean
+            found.interval.mean
             for found in self._ladder
-            if found.comparison.rung.name == rung and found.comparison.arm.name in names
-            if found.comparison.interval is not None
+            if found.size.name == rung and found.configuration.name in names
+            if found.interval is not None
         ]
         ends = [f"{mean:+.3f}" for mean in (min(means), max(means))]
         return " to ".join(dict.fromkeys(ends))
@@ -100,16 +99,17 @@ class Figures(Results):
     def factor(self, study: str, method: str) -> str:
         """Return a method's compute factor in a study, with its 95 % interval."""
         file = read_study_file(self.files.folder, study)
-        found = method_figures(file, read_study(self.folder, study), method)
+        assert isinstance(file, StudyFile), f"{study} is no study of time to loss"
+        found = method_figures(file, read_study(self.folder, file), method)
         assert found is not None, f"{study} has no figures of {method}"
         return f"{found.factor.mean:.2f} (95 % interval {found.factor.low:.2f} to {found.factor.high:.2f})"
 
     @cached_property
-    def _judged(self) -> list[TargetRow]:
+    def _judged(self) -> list[Verdict]:
         return all_targets(self)
 
     @cached_property
-    def _ladder(self) -> list[Judged]:
+    def _ladder(self) -> list[Comparison]:
         return [judged for _, judged in all_judged(self.files, self.folder)]
 
 

@@ -6,7 +6,7 @@ from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.show.results import Results
-from hybridvalidation.study.ladder.quality import told_in_short
+from hybridvalidation.study.quality import told_in_short
 
 _ABOUT_OTHERS = {"hybrid", "techniques"}
 """Scenarios that compare ways, not models on cards."""

@@ -21,9 +21,8 @@ from hybridvalidation.scenario import BASELINE_STACK, RATE_BASELINE
 from hybridvalidation.show.pages.scenario import headline, summary_table
 from hybridvalidation.show.pages.targets import all_targets
 from hybridvalidation.show.results import Results
-from hybridvalidation.study.ladder.equivalence import judge_rung
-from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
-from hybridvalidation.study.ladder.runner import read_ladder
+from hybridvalidation.study.equivalence import judge_size
+from hybridvalidation.study.protocol import ladders, read_study
 from hybridvalidation.study.quality_notes import interim_text
 
 MODEL, CARD, WORK = "llama-3.2-1b", "rtx-4090", Workload(micro_batch_size=4, seq_len=1024)
@@ -132,22 +131,22 @@ def _recorded(names: Sequence[str], results: Results) -> str:
 def _quality(names: Sequence[str], results: Results) -> str:
     """Return what the quality ladders say of stacks."""
     rows = []
-    for name in ladder_names(results.files.folder):
-        ladder, made = read_ladder_file(results.files.folder, name), read_ladder(results.folder, name)
+    for ladder in ladders(results.files.folder):
+        made = read_study(results.folder, ladder)
         for stack in names:
-            arm = ladder.arm_of(stack)
-            if arm is None:
+            own = ladder.configuration_of(stack)
+            if own is None:
                 continue
             found = [
-                f"{judged.comparison.rung.name}: {judged.finding} ({len(judged.comparison.pairs)} of "
-                f"{len(judged.comparison.seeds)} seeds{interim_text(judged, ladder.margin_nats)})"
-                for rung in ladder.rungs
-                for judged in judge_rung(ladder, made, rung)
-                if judged.comparison.arm.name == arm.name and judged.comparison.pairs
+                f"{judged.size.name}: {judged.finding} ({len(judged.pairs)} of {len(judged.seeds)} seeds"
+                f"{interim_text(judged, ladder.margin_nats)})"
+                for size in ladder.rungs
+                for judged in judge_size(ladder, made, size)
+                if judged.configuration.name == own.name and judged.pairs
             ]
-            is_baseline = arm is ladder.baseline
+            is_baseline = own is ladder.baseline
             same = "equal to the baseline to the bit" if is_baseline else "; ".join(found) or "no runs yet"
-            rows.append([stack, arm.says, same])
+            rows.append([stack, own.says, same])
     if not rows:
         return ""
     shown = table(["stack", "computes", "against plain float32"], rows, MARKDOWN)

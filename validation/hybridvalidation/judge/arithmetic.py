@@ -6,7 +6,7 @@ from hybridtrain.models.model_config import block_params
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.units import GB, format_count
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
-from hybridvalidation.judge.case import Case, Decider, Metric
+from hybridvalidation.judge.case import Case, Decider, Metric, MetricOf
 from hybridvalidation.judge.planned import kept_bytes_reduction, optimizer_reduction, weight_peak_reduction
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario import StatedParts
@@ -56,16 +56,29 @@ def bytes_per_layer_mb(case: Case) -> Metric:
     return Metric(value, Evidence.ARITHMETIC, "MB", remark=remark)
 
 
-def stored_activation_reduction(case: Case) -> Metric | None:
-    """Return by how much checkpointing cuts the number of kept block inputs."""
-    return _activation_saving(case, 1.0, "counts kept block inputs only")
+def _activation_reduction(backward_share: float, stated_is: str) -> MetricOf:
+    """Return the metric: by how much checkpointing cuts the number of kept block inputs, in steps that run backward."""
+
+    def metric(case: Case) -> Metric | None:
+        planned = kept_bytes_reduction(case)
+        if planned is None or case.dry_run is None:
+            return None
+        num_blocks = case.model.num_blocks
+        kept = -(-num_blocks // max(1, int(case.dry_run.plan["recompute_every"])))
+        decides = "activations and kept block inputs at their peak"
+        return Metric(
+            100 * (1 - backward_share * kept / num_blocks), Evidence.ARITHMETIC, "%",
+            remark=f"{kept} of {num_blocks} block inputs are kept",
+            decider=Decider(planned.value, planned.evidence, stated_is, decides),
+        )  # fmt: skip
+
+    return metric
 
 
-def averaged_activation_reduction(case: Case) -> Metric | None:
-    """Return the saving of kept block inputs, averaged over steps of which few run backward."""
-    return _activation_saving(
-        case, _BACKWARD_SHARE, f"is an average over steps, {100 * _BACKWARD_SHARE:.0f} % with backward pass"
-    )
+stored_activation_reduction = _activation_reduction(1.0, "counts kept block inputs only")
+averaged_activation_reduction = _activation_reduction(
+    _BACKWARD_SHARE, f"is an average over steps, {100 * _BACKWARD_SHARE:.0f} % with backward pass"
+)
 
 
 def int8_weight_reduction(case: Case) -> Metric | None:
@@ -112,20 +125,6 @@ def phase_aware_weight_reduction(case: Case) -> Metric:
         f"{GROUP_SIZE} weights"
     )
     return Metric(100 * (1 - average / full), Evidence.ARITHMETIC, "%", remark=remark, decider=decider)
-
-
-def _activation_saving(case: Case, backward_share: float, stated_is: str) -> Metric | None:
-    planned = kept_bytes_reduction(case)
-    if planned is None or case.dry_run is None:
-        return None
-    interval = max(1, int(case.dry_run.plan["recompute_every"]))
-    num_blocks = case.model.num_blocks
-    kept = -(-num_blocks // interval)
-    decider = Decider(planned.value, planned.evidence, stated_is, "activations and kept block inputs at their peak")
-    remark = f"{kept} of {num_blocks} block inputs are kept"
-    return Metric(
-        100 * (1 - backward_share * kept / num_blocks), Evidence.ARITHMETIC, "%", remark=remark, decider=decider
-    )
 
 
 def _parts(case: Case) -> StatedParts:

@@ -1,6 +1,8 @@
 """What a metric is asked about, and what it answers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.planning.figures import MemoryFigures
@@ -99,3 +101,12 @@ class Case:
         if self.memory is None or other is None or other.memory is None:
             return None
         return self.memory, other.memory
+
+
+MetricOf: TypeAlias = Callable[[Case], Metric | None]
+"""Computes a metric; None where there is no evidence."""
+
+
+def joined(*remarks: str) -> str:
+    """Return the remarks that say something as one."""
+    return "; ".join(filter(None, remarks))

@@ -1,12 +1,11 @@
 """From records to the metrics of targets: a value, its interval where it has one, and how it was got."""
 
-from collections.abc import Callable
 from math import exp
 
 from hybridtrain.units import GB, GIB
 from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge import arithmetic, planned
-from hybridvalidation.judge.case import Case, Metric
+from hybridvalidation.judge.case import Case, Metric, MetricOf, joined
 from hybridvalidation.judge.statistics import Interval, mean_interval
 from hybridvalidation.judge.time_error import time_error_of, waiting_text, within_error
 from hybridvalidation.records.outcome import Evidence, Outcome
@@ -61,7 +60,7 @@ def _accuracy(run: ScenarioRun, stack: str) -> AccuracyFigures | None:
     return None if record is None else record.accuracy
 
 
-def _peak(divisor: int, unit: str) -> Callable[[Case], Metric | None]:
+def _peak(divisor: int, unit: str) -> MetricOf:
     def figure(num_bytes: int, evidence: Evidence, *, fits: bool = True, remark: str = "") -> Metric:
         decimal = None if divisor == GB else num_bytes / GB
         return Metric(num_bytes / divisor, evidence, unit, fits=fits, remark=remark, decimal=decimal)
@@ -78,7 +77,7 @@ def _peak(divisor: int, unit: str) -> Callable[[Case], Metric | None]:
         remark = f"allocated {memory.peak_allocated_bytes / divisor:.2f} {unit}" + "".join(
             f", {name} {size / divisor:.2f} {unit}" for name, size in sizes.items() if size >= _SHOWN_BYTES
         )
-        remark = "; ".join(filter(None, (_batch_text(case), remark)))
+        remark = joined(_batch_text(case), remark)
         return figure(memory.device_used_bytes, Evidence.PLANNED, fits=memory.fits, remark=remark)
 
     return metric
@@ -104,7 +103,7 @@ def _tokens_per_s(case: Case) -> Metric | None:
     waits = waiting_text(memory)
     return Metric(
         memory.tokens_per_s, Evidence.ESTIMATED, "tokens/s", error=error, fits=fits, is_untested=bool(waits),
-        remark="; ".join(filter(None, (_batch_text(case), waits))),
+        remark=joined(_batch_text(case), waits),
     )  # fmt: skip
 
 
@@ -142,7 +141,7 @@ def _weight_difference(case: Case) -> Metric | None:
     return Metric(figures.accumulation_difference, Evidence.EXECUTED, "of the weights", remark=remark)
 
 
-METRICS: dict[str, Callable[[Case], Metric | None]] = {
+METRICS: dict[str, MetricOf] = {
     "peak_vram_gib": _peak(GIB, "GiB"),
     "peak_vram_gb": _peak(GB, "GB"),
     "tokens_per_s": _tokens_per_s,

@@ -1,6 +1,6 @@
 """Metrics of dry runs: bytes planned, times estimated, of PREDICT what the card holds while weights are predicted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
@@ -9,7 +9,7 @@ from hybridtrain.plan.placement import Codec
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.units import GB, GIB, format_bytes, to_gib
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
-from hybridvalidation.judge.case import Case, Decider, Metric
+from hybridvalidation.judge.case import Case, Decider, Metric, MetricOf, joined
 from hybridvalidation.judge.time_error import time_error_of, waiting_text, within_error
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario import BASELINE_STACK
@@ -20,28 +20,45 @@ _BYTES = {Codec.FLOAT32: 4.0, Codec.BFLOAT16: 2.0, Codec.INT8_BLOCKS: 1 + 4 / QU
 """Per parameter and history tensor; an int8 one has a float32 scale per group."""
 
 
-def peak_reduction(case: Case) -> Metric | None:
-    """Return by how much the peak of allocated bytes is below the baseline's."""
-    return _reduction(case, lambda memory: memory.peak_allocated_bytes)
+def _reduction(size: Callable[[MemoryFigures], int | None], remark: str = "") -> MetricOf:
+    """Return the metric: by how many percent a size is below the baseline's."""
+
+    def metric(case: Case) -> Metric | None:
+        if case.memories is None:
+            return None
+        own, baseline = (size(memory) for memory in case.memories)
+        if own is None or not baseline:
+            return None
+        text, fits = joined(remark, _against(case)), case.memories[0].fits
+        return Metric(100 * (1 - own / baseline), Evidence.PLANNED, "%", fits=fits, remark=text)
+
+    return metric
 
 
-def optimizer_reduction(case: Case) -> Metric | None:
-    """Return by how much the optimizer's state is below the baseline's."""
-    return _reduction(case, lambda memory: memory.by_class[TensorClass.OPTIM_STATE])
+def _own_peak(*classes: TensorClass) -> Callable[[MemoryFigures], int | None]:
+    """Return the most bytes that some classes hold together at any moment of the last step."""
+
+    def peak(memory: MemoryFigures) -> int | None:
+        if memory.timeline is None:
+            return None
+        return max(map(sum, zip(*(memory.timeline.sizes(name) for name in classes), strict=True)))
+
+    return peak
 
 
-def weight_peak_reduction(case: Case) -> Metric | None:
-    """Return by how much the most bytes of weights on the card are below the baseline's."""
-    return _reduction(case, lambda memory: _own_peak(memory, (TensorClass.WEIGHT,)), "embedding and head included")
+peak_reduction = _reduction(lambda memory: memory.peak_allocated_bytes)
+optimizer_reduction = _reduction(lambda memory: memory.by_class[TensorClass.OPTIM_STATE])
+weight_peak_reduction = _reduction(_own_peak(TensorClass.WEIGHT), "embedding and head included")
+kept_bytes_reduction = _reduction(_own_peak(TensorClass.ACTIVATION, TensorClass.BOUNDARY))
 
 
-def kept_bytes_reduction(case: Case) -> Metric | None:
-    """Return by how much the most bytes of activations and kept block inputs are below the baseline's."""
-    return _reduction(case, lambda memory: _own_peak(memory, (TensorClass.ACTIVATION, TensorClass.BOUNDARY)))
+def time_overhead(case: Case) -> Metric | None:
+    """Return by how many percent a step takes longer than the baseline's."""
+    return _speed(case, "%", lambda ratio: 100 * (1 / ratio - 1))
 
 
 def relative_throughput(case: Case) -> Metric | None:
-    """Return tokens per second against the baseline's, at as many tokens a step."""
+    """Return tokens per second over the baseline's, at as many tokens a step."""
     return _speed_of_equal_steps(case, lambda ratio: ratio)
 
 
@@ -50,33 +67,24 @@ def slowdown(case: Case) -> Metric | None:
     return _speed_of_equal_steps(case, lambda ratio: 1 / ratio)
 
 
-def time_overhead(case: Case) -> Metric | None:
-    """Return by how much a step takes longer than the baseline's."""
-    return _speed(case, "%", lambda ratio: 100 * (1 / ratio - 1))
-
-
 def predict_reduction(case: Case) -> Metric | None:
     """Return by how much the peak in PREDICT is below the baseline's peak; the peak of the whole cycle decides."""
-    memory = case.memory
-    predicted = None if memory is None else _predict_peak(memory)
-    if case.memories is None or predicted is None:
+    if case.memories is None or (predicted := _predict_peak(case.memories[0])) is None:
         return None
     own, baseline = case.memories
-    whole = 100 * (1 - own.peak_allocated_bytes / baseline.peak_allocated_bytes)
+    whole, value = (100 * (1 - size / baseline.peak_allocated_bytes) for size in (own.peak_allocated_bytes, predicted))
     decider = Decider(whole, Evidence.PLANNED, "is of one phase", "the peak of the whole cycle")
     remark = (
         f"{to_gib(predicted):.2f} GiB allocated in PREDICT, {to_gib(own.peak_allocated_bytes):.2f} GiB in the whole "
         f"cycle, host {format_bytes(own.host_peak_bytes)}"
     )
-    value = 100 * (1 - predicted / baseline.peak_allocated_bytes)
     return Metric(value, Evidence.PLANNED, "%", fits=own.fits, remark=remark, decider=decider)
 
 
 def predict_gib(case: Case) -> Metric | None:
     """Return GiB allocated at the peak of PREDICT: weights, state, and what the jump works in."""
     memory = case.memory
-    predicted = None if memory is None else _predict_peak(memory)
-    if memory is None or predicted is None:
+    if memory is None or (predicted := _predict_peak(memory)) is None:
         return None
     remark = (
         f"everything on the card; the peak of the whole cycle is {to_gib(memory.peak_allocated_bytes):.2f} GiB, host "
@@ -86,10 +94,10 @@ def predict_gib(case: Case) -> Metric | None:
 
 
 def delta_reduction(case: Case) -> Metric | None:
-    """Return what one accumulator saves against as many float32 deltas as stated."""
+    """Return the saving of one accumulator against as many float32 deltas as stated, in percent."""
     record = case.dry_run
     codec = None if record is None else record.plan.get("history_codec")
-    if record is None or record.memory is None or codec is None:
+    if record is None or codec is None:
         return None
     kept = int(case.model.num_params * _BYTES[Codec(codec)] * int(record.plan["history_tensors"]))
     deltas = _STATED_DELTAS * 4 * case.model.num_params
@@ -98,18 +106,6 @@ def delta_reduction(case: Case) -> Metric | None:
         f"deltas of {format_bytes(deltas // _STATED_DELTAS)}; the jump itself is never stored"
     )
     return Metric(100 * (1 - kept / deltas), Evidence.ARITHMETIC, "%", remark=remark)
-
-
-def _reduction(case: Case, size: Callable[[MemoryFigures], int | None], remark: str = "") -> Metric | None:
-    if case.memories is None:
-        return None
-    own, baseline = (size(memory) for memory in case.memories)
-    if own is None or not baseline:
-        return None
-    return Metric(
-        100 * (1 - own / baseline), Evidence.PLANNED, "%", fits=case.memories[0].fits,
-        remark="; ".join(filter(None, (remark, _against(case)))),
-    )  # fmt: skip
 
 
 def _speed_of_equal_steps(case: Case, express: Callable[[float], float]) -> Metric | None:
@@ -137,25 +133,12 @@ def _speed(case: Case, unit: str, express: Callable[[float], float]) -> Metric |
     if case.memories is None:
         return None
     own, baseline = case.memories
-    waits = waiting_text(own)
-    remarks = [
-        _against(case) or f"against {case.baseline}",
-        "" if baseline.fits else f"{case.baseline} {_OVERSIZE}",
-        waits,
-    ]
+    waits, oversize = waiting_text(own), "" if baseline.fits else f"{case.baseline} {_OVERSIZE}"
     error = within_error(own.tokens_per_s / baseline.tokens_per_s, express, error=time_error_of(own, baseline))
     return Metric(
         error.mean, Evidence.ESTIMATED, unit, error=error, fits=own.fits, is_untested=bool(waits),
-        remark="; ".join(filter(None, remarks)),
+        remark=joined(_against(case) or f"against {case.baseline}", oversize, waits),
     )  # fmt: skip
-
-
-def _own_peak(memory: MemoryFigures, classes: Sequence[TensorClass]) -> int | None:
-    """Return the most bytes that some classes hold together at any moment of the last step."""
-    if memory.timeline is None:
-        return None
-    totals: list[int] = [sum(sizes) for sizes in zip(*(memory.timeline.sizes(name) for name in classes), strict=True)]
-    return max(totals)
 
 
 def _against(case: Case) -> str:
@@ -167,5 +150,4 @@ def _against(case: Case) -> str:
 
 
 def _predict_peak(memory: MemoryFigures) -> int | None:
-    peaks = [step.allocated_bytes for step in memory.steps if step.phase == Phase.PREDICT.value]
-    return max(peaks, default=None)
+    return max((step.allocated_bytes for step in memory.steps if step.phase == Phase.PREDICT.value), default=None)

@@ -2,74 +2,28 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
-from hybridvalidation.judge.verdict import Status, Verdict
+from hybridvalidation.judge.verdict import Status, Verdict, judge_metric
 from hybridvalidation.scenario import Target
 
 _BEST_FIRST = list(Status)
+_WORDS = {
+    Status.HOLDS: "hold", Status.BY_DEFINITION: "met by definition", Status.UNDECIDED: "undecided",
+    Status.UNPROVEN: "unproven", Status.MISLEADING: "misleading", Status.REFUTED: "refuted",
+}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """One verdict, and where it was reached."""
-
-    place: str
-    """Scenario, study or page."""
-    verdict: Verdict
-    is_registered: bool = False
-    """Whether a study was registered to judge it."""
-    alone: Mapping[Status, Sequence[str]] = field(default_factory=dict)
-    """Stacks that do better on the row than the one that does best on all rows together."""
-
-    @property
-    def weight(self) -> int:
-        """Which verdicts count: a registered study's before those on a scenario, these before those on one stack."""
-        return 2 if self.is_registered else int(self.verdict.is_of_scenario)
-
-    @property
-    def says_something(self) -> bool:
-        """Whether it says something: a place without any record does not, but where a study owes the record."""
-        return self.verdict.evidence is not None or (self.is_registered and self.verdict.is_of_scenario)
+def roll_up(targets: Mapping[str, Target], found: Iterable[Verdict]) -> list[Verdict]:
+    """Return one verdict per target: the least favourable of those that count, with a word on the others."""
+    by_target: dict[str, list[Verdict]] = {name: [] for name in targets}
+    for verdict in found:
+        if verdict.target in by_target:
+            by_target[verdict.target].append(verdict)
+    return [_standing(targets[name], verdicts) for name, verdicts in by_target.items()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One stated figure."""
-
-    target: str
-    says: str
-    status: Status
-    evidence: str
-    stack: str
-    place: str
-    record: str
-    reason: str
-    is_outside: bool = False
-    """Whether it is met from outside of the range that is stated."""
-    is_untested: bool = False
-    """Whether it holds by an estimate that no recorded run tests."""
-    is_blunt: bool = False
-    """Whether what must fail meets the bound, or does not clearly miss it."""
-    is_missed_too: bool = False
-    """Whether it holds by one stack, and another one that it is asked of does not meet it."""
-
-    @property
-    def has_remark(self) -> bool:
-        """Whether something is to be said of how it holds."""
-        return self.is_outside or self.is_missed_too or self.is_untested or self.is_blunt
-
-
-def roll_up(targets: Mapping[str, Target], found: Iterable[Judged]) -> list[Row]:
-    """Return one row per target: the least favourable verdict of those that count, and what others say."""
-    by_target: dict[str, list[Judged]] = {name: [] for name in targets}
-    for item in found:
-        if item.verdict.target in by_target:
-            by_target[item.verdict.target].append(item)
-    return [_row(targets[name], items) for name, items in by_target.items()]
-
-
-def counts(rows: Sequence[Row]) -> str:
+def counts(rows: Sequence[Verdict]) -> str:
     """Return how many figures have which verdict, in a sentence."""
     of_status = Counter(row.status for row in rows)
     told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
@@ -82,45 +36,38 @@ def counts(rows: Sequence[Row]) -> str:
         ("Without any of these remarks", sum(not row.has_remark for row in held)),
     )
     also = "".join(f" {says}: {number}." for says, number in remarks if number)
-    kinds = Counter(row.evidence for row in held)
+    kinds = Counter(row.shown_by for row in held)
     by_kind = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
     of_these = f" Of those that hold, by evidence: {by_kind}.{also}" if held else ""
     return f"{len(rows)} stated targets: {told}.{of_these}"
 
 
-_WORDS = {
-    Status.HOLDS: "hold", Status.BY_DEFINITION: "met by definition", Status.UNDECIDED: "undecided",
-    Status.UNPROVEN: "unproven", Status.MISLEADING: "misleading", Status.REFUTED: "refuted",
-}  # fmt: skip
-_MISSED = (Status.MISLEADING, Status.REFUTED)
-
-
-def _row(target: Target, items: Sequence[Judged]) -> Row:
-    known = [item for item in items if item.says_something] or items
-    if not known:
-        return Row(
-            target=target.id, says=target.says, status=Status.UNPROVEN, evidence="", stack="", place="", record="",
-            reason="judged nowhere.",
-        )  # fmt: skip
-    weight = max(item.weight for item in known)
-    counting = [item for item in known if item.weight == weight]
-    worst = max(counting, key=lambda item: _BEST_FIRST.index(item.verdict.status))
-    verdict, others = worst.verdict, [item for item in known if item is not worst]
-    alone = f" By this row alone {_by_status(worst.alone)}." if worst.alone else ""
-    return Row(
-        target=target.id, says=target.says, status=verdict.status, evidence=verdict.shown_by, stack=verdict.stack,
-        place=worst.place, record=verdict.record, reason=f"{verdict.reason}{alone}{_told(others)}",
-        is_outside=verdict.is_outside, is_untested=verdict.is_untested, is_blunt=verdict.is_blunt,
-        is_missed_too=verdict.status is Status.HOLDS and any(item.verdict.status in _MISSED for item in others),
-    )  # fmt: skip
-
-
-def _told(others: Sequence[Judged]) -> str:
-    places: dict[Status, list[str]] = {}
-    for item in others:
-        places.setdefault(item.verdict.status, []).append(f"{item.verdict.stack} in {item.place}")
-    return f" Also {_by_status(places)}." if places else ""
-
-
-def _by_status(found: Mapping[Status, Sequence[str]]) -> str:
+def by_status(found: Mapping[Status, Sequence[str]]) -> str:
+    """Return names by status, the best first."""
     return "; ".join(f"{status}: {', '.join(found[status])}" for status in Status if status in found)
+
+
+def _weight(verdict: Verdict) -> int:
+    """Return which verdicts count: a registered study's before those on a scenario, these before those on one stack."""
+    return 2 if verdict.is_registered else int(verdict.is_of_scenario)
+
+
+def _says_something(verdict: Verdict) -> bool:
+    """Return whether it counts at all: a place without any record does not, but where a study owes the record."""
+    return verdict.evidence is not None or (verdict.is_registered and verdict.is_of_scenario)
+
+
+def _standing(target: Target, verdicts: Sequence[Verdict]) -> Verdict:
+    known = [verdict for verdict in verdicts if _says_something(verdict)] or verdicts
+    if not known:
+        return replace(judge_metric(target, "", None), reason="judged nowhere.")
+    weight = max(map(_weight, known))
+    counting = [verdict for verdict in known if _weight(verdict) == weight]
+    worst = max(counting, key=lambda verdict: _BEST_FIRST.index(verdict.status))
+    others, places = [verdict for verdict in known if verdict is not worst], dict[Status, list[str]]()
+    for other in others:
+        places.setdefault(other.status, []).append(f"{other.stack} in {other.place}")
+    alone = f" By this row alone {worst.alone}." if worst.alone else ""
+    also = f" Also {by_status(places)}." if places else ""
+    is_missed_too = worst.status is Status.HOLDS and any(other.status.is_missed for other in others)
+    return replace(worst, reason=f"{worst.reason}{alone}{also}", is_missed_too=is_missed_too)

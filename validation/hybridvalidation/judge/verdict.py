@@ -1,13 +1,14 @@
 """A stated figure, judged on one stack: a status, a sentence, and the kind of evidence."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
 from types import MappingProxyType
 
+from hybridtrain.config.rules import young
 from hybridvalidation.experiments.stack_runs import ScenarioRun
-from hybridvalidation.judge.case import RATE_METRICS, Case, Decider, Metric
+from hybridvalidation.judge.case import RATE_METRICS, Case, Decider, Metric, joined
 from hybridvalidation.judge.metrics import compute_metric
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.stack_run import RunKind
@@ -74,6 +75,14 @@ class Verdict:
     """Whether it holds by a bound that what must fail meets, or does not clearly miss."""
     is_of_scenario: bool = False
     """Whether it is about the scenario: on that stack which does best on all such rows together."""
+    place: str = young("")
+    """Scenario, study or page where it was reached."""
+    is_registered: bool = young(False)
+    """Whether a study was registered to judge it."""
+    alone: str = young("")
+    """Stacks that do better on the row than the one that does best on all rows together, by status."""
+    is_missed_too: bool = young(False)
+    """Whether it holds by one stack, and another one that it is asked of does not meet it."""
 
     @property
     def shown_by(self) -> str:
@@ -81,8 +90,13 @@ class Verdict:
         own, decides = self.evidence or "", self.decider.evidence if self.decider else ""
         return own if decides in {"", own} else f"{own}; {decides} decides"
 
+    @property
+    def has_remark(self) -> bool:
+        """Whether something is to be said of how it holds."""
+        return self.is_outside or self.is_missed_too or self.is_untested or self.is_blunt
 
-Elsewhere = Mapping[tuple[str, str], "Verdict"]
+
+Elsewhere = Mapping[tuple[str, str], Verdict]
 """Verdicts that a scenario does not reach itself, by target and stack: those of a ladder on quality."""
 NOWHERE_ELSE: Elsewhere = MappingProxyType({})
 
@@ -115,41 +129,42 @@ def judge_metric(
         missing: What would have to be there, if nothing is.
         record: File, kind and key of the record that shows it.
     """
+    unknown = Verdict(
+        target=target.id, says=target.says, stack=stack, status=Status.UNPROVEN, reason=f"{stack}: {missing}.",
+        evidence=None, value=None,
+    )  # fmt: skip
     if metric is None:
-        return Verdict(
-            target=target.id, says=target.says, stack=stack, status=Status.UNPROVEN, reason=f"{stack}: {missing}.",
-            evidence=None, value=None,
-        )  # fmt: skip
+        return unknown
     status, reason = _compare(target, stack, metric)
-    return Verdict(
-        target=target.id, says=target.says, stack=stack, status=status, reason=reason, evidence=metric.evidence,
-        value=metric.value, unit=metric.unit, fits=metric.fits, margin=_margin(target, metric.value),
-        decider=metric.decider, record=record, is_outside=status is Status.HOLDS and _is_outside(target, metric.value),
-        is_untested=status is Status.HOLDS and metric.is_untested,
-        is_blunt=status is Status.HOLDS and bool(metric.blunt),
+    holds = status is Status.HOLDS
+    return replace(
+        unknown, status=status, reason=reason, evidence=metric.evidence, value=metric.value, unit=metric.unit,
+        fits=metric.fits, margin=_margin(target, metric.value), decider=metric.decider, record=record,
+        is_outside=holds and _is_outside(target, metric.value), is_untested=holds and metric.is_untested,
+        is_blunt=holds and bool(metric.blunt),
     )  # fmt: skip
 
 
 def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     status, reason = _sure_of(target, stack, metric)
-    if metric.decimal is not None and _keeps(target, metric.value) is not _keeps(target, metric.decimal):
-        status, word = Status.UNDECIDED, "meets" if _keeps(target, metric.decimal) else "misses"
+    if metric.decimal is not None and (met := _keeps(target, metric.decimal)) is not _keeps(target, metric.value):
+        status, word = Status.UNDECIDED, "meets" if met else "misses"
         reason += f"; in GB of 10^9 bytes {short_number(metric.decimal)}, which {word} it: the unit decides"
     if not metric.fits and not target.metric.endswith("_reduction_pct"):
         if not status.is_missed and not _states_need(target):
             status = Status.REFUTED
         reason += "; this stack runs out of memory"
-    if metric.decider is not None:
-        if status is Status.HOLDS and not _is_met(target, metric.decider):
+    if (decider := metric.decider) is not None:
+        if status is Status.HOLDS and not _is_met(target, decider):
             status = Status.MISLEADING
-        reason += _told(metric.decider, metric.unit)
+        shown = f"{short_number(decider.value)} {metric.unit}, {decider.evidence}"
+        reason += f", but {decider.stated_is}; what decides, {decider.decides}: {shown}"
     if target.by_definition and status in {Status.HOLDS, Status.MISLEADING}:
         status = Status.BY_DEFINITION if status is Status.HOLDS else status
         reason += f"; met by definition: {target.by_definition}"
     if status is Status.HOLDS and _is_outside(target, metric.value):
         reason += f"; outside of the stated {target.low:g} to {target.high:g}"
-    blunt = metric.blunt if status is Status.HOLDS else ""
-    return status, "; ".join(filter(None, (reason, metric.remark, blunt))) + "."
+    return status, joined(reason, metric.remark, metric.blunt if status is Status.HOLDS else "") + "."
 
 
 def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
@@ -158,9 +173,7 @@ def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     shown, sure = f"{stack}: {short_number(metric.value)} {metric.unit}", metric.interval or metric.error
     sure_low, sure_high = (metric.value, metric.value) if sure is None else (sure.low, sure.high)
     if metric.interval is not None:
-        shown += (
-            f" ({100 * metric.interval.level:g} % interval {metric.interval.low:.2f} to {metric.interval.high:.2f})"
-        )
+        shown += f" ({100 * metric.interval.level:g} % interval {sure_low:.2f} to {sure_high:.2f})"
     elif sure is not None:
         shown += f" ({short_number(sure_low)} to {short_number(sure_high)} by the time model's own error)"
     if low <= sure_low and sure_high <= high:
@@ -198,11 +211,6 @@ def _is_met(target: Target, decider: Decider) -> bool:
     low, _ = _bounds(target)
     is_larger = target.direction == "equal" and decider.is_saving
     return _keeps(target, decider.value) or (is_larger and low <= decider.value)
-
-
-def _told(decider: Decider, unit: str) -> str:
-    what = f"{decider.decides}: {short_number(decider.value)} {unit}, {decider.evidence}"
-    return f", but {decider.stated_is}; what decides, {what}"
 
 
 def _bounds(target: Target) -> tuple[float, float]:

@@ -40,7 +40,7 @@ class Series:
     symbol: int = 0
     opacity: Sequence[float] = ()
     low: Sequence[float] = ()
-    """Ends of intervals along x, with ``high``."""
+    """Ends of intervals along x, with ``high``; of a line the band around it, along y."""
     high: Sequence[float] = ()
     notes: Sequence[str] = ()
     """Shown beside each point that is pointed at."""

@@ -18,9 +18,22 @@ _MARKS = {
 def page_spec(picture: Picture) -> dict[str, Any]:
     """Return data and layout of every view, as JSON has them."""
     return {
-        name: {"data": [_trace(series, view) for series in view.series], "layout": _layout(view)}
+        name: {
+            "data": [trace for series in view.series for trace in (*_band(series), _trace(series, view))],
+            "layout": _layout(view),
+        }
         for name, view in picture.views.items()
     }
+
+
+def _band(series: Series) -> list[dict[str, Any]]:
+    """Return the band around a line, as an edge and what is filled down to it."""
+    if series.mark != "line" or not series.low:
+        return []
+    look = {"type": "scatter", "mode": "lines", "x": _rounded(series.x, series.digits), "line": {"width": 0},
+            "showlegend": False, "hoverinfo": "skip", "fillcolor": series.color, "opacity": 0.15}  # fmt: skip
+    edges = [{**look, "y": _rounded(ends, series.digits)} for ends in (series.low, series.high)]
+    return [edges[0], {**edges[1], "fill": "tonexty"}]
 
 
 def _trace(series: Series, view: View) -> dict[str, Any]:
@@ -50,7 +63,7 @@ def _trace(series: Series, view: View) -> dict[str, Any]:
         trace["orientation"] = "h" if is_lying else "v"
     if series.mark == "point":
         marker |= {"size": 9, "symbol": _SYMBOLS[series.symbol % len(_SYMBOLS)]}
-    if series.low:
+    if series.low and series.mark == "point":
         trace["error_x"] = {
             "type": "data", "symmetric": False, "color": series.color,
             "array": _sizes(series.high, series.x, series.digits),

@@ -76,6 +76,8 @@ def _draw(axes: Axes, view: View) -> None:
             _bars(axes, view, series, number, places, bases)
         elif series.mark == "line":
             axes.plot(series.x, series.y, color=series.color, marker="o", label=series.name)
+            if series.low:
+                axes.fill_between(series.x, series.low, series.high, color=series.color, alpha=0.15, linewidth=0)
         elif series.mark == "point":
             y = [places.get(value, value) for value in series.y]
             ends = [
@@ -127,11 +129,8 @@ def _axes(axes: Axes, view: View) -> None:
     axes.set_ylim(len(view.y.names) - 0.5, -0.5)
     low, edge = axes.get_xlim()
     for name, (end, words) in view.labels.items():
-        is_cut = end > low + 0.92 * (edge - low)
-        axes.annotate(
-            f" {words} ", (min(end, edge), view.y.names.index(name)), ha="right" if is_cut else "left", va="center",
-            fontsize=9,
-        )  # fmt: skip
+        is_cut, place = end > low + 0.92 * (edge - low), (min(max(end, low), edge), view.y.names.index(name))
+        axes.annotate(f" {words} ", place, ha="right" if is_cut else "left", va="center", fontsize=9)
 
 
 def _axis(axes: Axes, view: View, name: str, axis: Axis) -> None:

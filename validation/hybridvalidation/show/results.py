@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hybridtrain.config.decode import load_toml
 from hybridvalidation.experiments.recorded import Row, read_planned, read_sources, rows_of
 from hybridvalidation.experiments.stack_runs import ScenarioRun, run_from_records
 from hybridvalidation.judge.verdict import Elsewhere
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.ladder.equivalence import Judged
-from hybridvalidation.study.ladder.quality import Quality, stack_quality, telling_of_stacks
-from hybridvalidation.study.ladder.targets import ladder_verdicts
-from hybridvalidation.study.protocol import StudyFile
+from hybridvalidation.study.equivalence import Comparison
+from hybridvalidation.study.protocol import StudyFile, studies
+from hybridvalidation.study.quality import Quality, ladder_verdicts, stack_quality, telling_of_stacks
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Results:
         return stack_quality(self.files, self.folder)
 
     @cached_property
-    def telling(self) -> Mapping[str, Judged]:
+    def telling(self) -> Mapping[str, Comparison]:
         """The comparison of each stack that a ladder tells most of."""
         return telling_of_stacks(self.files, self.folder)
 
@@ -68,5 +66,4 @@ class Results:
 
     def studies(self) -> Iterator[StudyFile]:
         """Yield every registered study."""
-        for path in sorted((self.files.folder / "studies").glob("*.toml")):
-            yield load_toml(StudyFile, path)
+        yield from studies(self.files.folder)

@@ -1,43 +1,74 @@
 """How well loss forecasters do on the recorded losses of a study's runs: nothing is seen before it happens."""
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from tabulate import tabulate
+import torch
 
-from hybridtrain.errors import HybridTrainError
+from hybridtrain.data.batches import BatchSampler
+from hybridtrain.data.corpus import embedded_corpus
+from hybridtrain.hybrid.forecast.base import TrainingSignal
 from hybridtrain.hybrid.forecast.catalogue import DEFAULT_FORECASTER, FORECASTERS
-from hybridtrain.hybrid.forecast.evaluate import FIRST_STEP, ForecastScore
-from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.hybrid.forecast.evaluate import FIRST_STEP, ForecastScore, evaluate_forecasters
+from hybridtrain.memory.transfer import DirectTransfer
+from hybridtrain.models.model_config import model_preset
+from hybridtrain.phase import Phase
+from hybridtrain.plan.compose import compose
+from hybridtrain.reports.tables import MARKDOWN, table, write_page
+from hybridtrain.trainer import Trainer
+from hybridtrain.trainer_config import TrainerConfig
+from hybridvalidation.child import Child
+from hybridvalidation.experiment import answer_of, begin_header
 from hybridvalidation.records.card_step import CARD_STEP_OF, card_step_s
 from hybridvalidation.records.makers import made_by
-from hybridvalidation.records.store import append_record, read_lines
-from hybridvalidation.runs.child import Child
-from hybridvalidation.study.figures import record_of
-from hybridvalidation.study.forecast_run import (
-    HORIZONS,
-    STEP_MODEL,
-    STEP_SEQ_LEN,
-    WINDOW,
-    ForecastJob,
-    ForecastRecord,
-)
-from hybridvalidation.study.protocol import BASELINE, Made, StudyFile
-from hybridvalidation.study.runner import study_file
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.record import Record
+from hybridvalidation.records.store import append_line, read_lines
+from hybridvalidation.study.protocol import BASELINE, Made, StudyFile, StudyRecord, record_path, study_record
 
-_SHORTEST = FIRST_STEP + max(HORIZONS)
+_HORIZONS = (50, 100, 200, 400)
+_WINDOW = 25
+_STEP_MODEL, _STEP_SEQ_LEN = "gpt2-small", 512
+_SHORTEST = FIRST_STEP + max(_HORIZONS)
 """Steps of a run that has a forecast at every horizon."""
 _SEEDS = 3
-_FILE = study_file("forecasts")
 _METHODS = (BASELINE, "slow_gradient")
+_HEADERS = ("forecaster", "horizon", "error", "width", "coverage %", "forecasts", "ms a step", "share %")
 _HOW = (
     "Executed on the CPU: each forecaster saw a recorded run step by step and, every 50 steps from step 300 on, told "
-    f"the mean training loss of the last {WINDOW} steps of the horizon; coming learning rates are known. Error: "
+    f"the mean training loss of the last {_WINDOW} steps of the horizon; coming learning rates are known. Error: "
     "mean absolute, nats per token. Width and coverage are of the 90 % interval. Every forecaster starts anew in every "
     "run; their settings were chosen on other runs of the same model and corpus. Share: processor time of learning and "
-    f"forecasting per training step, over that of one {STEP_MODEL} step of {STEP_SEQ_LEN} tokens on the processor"
+    f"forecasting per training step, over that of one {_STEP_MODEL} step of {_STEP_SEQ_LEN} tokens on the processor"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastRecord(Record):
+    """Scores of all forecasters on one run."""
+
+    study: str
+    method: str
+    seed: int
+    scores: tuple[ForecastScore, ...]
+    step_cpu_s: float
+    """Processor time of one gpt2-small step on the same machine, one thread."""
+    evidence: Evidence = Evidence.EXECUTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastJob:
+    """A recorded run to score, which has its steps' losses, for a process of its own."""
+
+    study: StudyFile
+    run: StudyRecord
+    kinds: tuple[str, ...]
+    """Of forecasters."""
+    step_cpu_s: float | None
+    """Of ``ForecastRecord``; None: not measured yet."""
 
 
 def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str], None]) -> list[ForecastRecord]:
@@ -47,32 +78,58 @@ def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str]
         HybridTrainError: a process that scores ended without an answer.
     """
     known = read_forecasts(results)
-    runs = [record_of(study, made, name, seed, study.num_steps) for name in _METHODS for seed in study.seeds[:_SEEDS]]
-    scored = {record.key for record in known}
-    missing = [run for run in runs if run is not None and run.key not in scored and len(run.step_losses) >= _SHORTEST]
-    step_cpu_s = None
-    for run in missing:
+    runs = [
+        study_record(study, made, name, seed, study.num_steps) for name in _METHODS for seed in study.seeds[:_SEEDS]
+    ]
+    scored, step_cpu_s = {record.key for record in known}, None
+    for run in runs:
+        if run is None or run.key in scored or len(run.step_losses) < _SHORTEST:
+            continue
         job = ForecastJob(study=study, run=run, kinds=tuple(FORECASTERS), step_cpu_s=step_cpu_s)
-        ended = _start(job).wait()
-        if (record := ended.answer) is None:
-            raise HybridTrainError(
-                f"forecasts of {study.name}: {run.run.method}, seed {run.run.seed} has no record: {ended.fault}; those "
-                "that ended are kept, the same command goes on behind them"
-            )
-        append_record(results / "records", _FILE, record)
+        ended = Child("hybridvalidation.study.forecast:score_in_child", job, ForecastRecord).wait()
+        record = answer_of(ended, run.run, f"forecasts of {study.name}")
+        append_line(record_path(results, "forecasts"), record)
         known.append(record)
         step_cpu_s = record.step_cpu_s
         say(f"forecasts of {record.method}, seed {record.seed}: scored")
     return known
 
 
-def _start(job: ForecastJob) -> Child[ForecastRecord]:
-    return Child("hybridvalidation.study.forecast_run:score_in_child", job, ForecastRecord)
+def score_in_child(job: ForecastJob) -> ForecastRecord:
+    """Score every forecaster on a run, on one thread."""
+    torch.set_num_threads(1)
+    run, step_cpu_s, header = job.run, job.step_cpu_s or _step_cpu_s(), begin_header()
+    scores = evaluate_forecasters(signals_of(job.study, run), job.kinds, _HORIZONS, _WINDOW, run.run.seed)
+    return ForecastRecord(
+        key=run.key, study=job.study.name, method=run.run.method, seed=run.run.seed, scores=scores,
+        step_cpu_s=step_cpu_s, **header(),
+    )  # fmt: skip
+
+
+def signals_of(study: StudyFile, record: StudyRecord) -> list[TrainingSignal]:
+    """Return the losses and learning rates of a run's true steps."""
+    schedule = replace(study.schedule, total_steps=record.run.num_steps)
+    return [
+        TrainingSignal(step=step, loss=loss, grad_norm=None, lr=record.run.lr * schedule.factor(step), phase=Phase.FULL)
+        for step, loss in enumerate(record.step_losses, 1)
+    ]
+
+
+def _step_cpu_s() -> float:
+    """Return the processor time of a gpt2-small step in its steady state, the least of three."""
+    trainer = Trainer(model_preset(_STEP_MODEL), compose([]), TrainerConfig(), DirectTransfer(torch.device("cpu")))
+    sampler = BatchSampler(embedded_corpus().train, micro_batch_size=1, seq_len=_STEP_SEQ_LEN, seed=0)
+    times = []
+    for step in range(4):
+        begin = time.process_time()
+        trainer.step([sampler.batch(step, 0)])
+        times.append(time.process_time() - begin)
+    return min(times[1:])
 
 
 def read_forecasts(results: Path) -> list[ForecastRecord]:
     """Return all records, oldest first."""
-    return read_lines(results / "records" / _FILE, ForecastRecord)
+    return read_lines(record_path(results, "forecasts"), ForecastRecord)
 
 
 def forecast_text(records: Sequence[ForecastRecord], style: str, of_card_s: float | None = None) -> str:
@@ -83,28 +140,30 @@ def forecast_text(records: Sequence[ForecastRecord], style: str, of_card_s: floa
         style: Of tabulate.
         of_card_s: Seconds of a card's step, estimated, for the share that counts where a card trains.
     """
-    rows = []
-    for kind in FORECASTERS:
-        for horizon in HORIZONS:
-            scores = [s for record in records for s in record.scores if (s.kind, s.horizon) == (kind, horizon)]
-            if scores:
-                rows.append(_row(kind, horizon, scores, fmean(record.step_cpu_s for record in records), of_card_s))
-    headers = ["forecaster", "horizon", "error", "width", "coverage %", "forecasts", "ms a step", "share %"]
-    if of_card_s is not None:
-        headers.append("of a card's %")
+    rows = [
+        _row(kind, horizon, scores, fmean(record.step_cpu_s for record in records), of_card_s)
+        for kind in FORECASTERS
+        for horizon in _HORIZONS
+        if (scores := [s for record in records for s in record.scores if (s.kind, s.horizon) == (kind, horizon)])
+    ]
     if not rows:
         return (
             f"No run to score: forecasts need the losses of at least {_SHORTEST} true steps, which a study keeps for "
             "runs of its own length without validations on their way."
         )
-    table = tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
-    return f"{_sentence(records)}\n\n{table}\n\n{_HOW}{_of_card(of_card_s)}"
+    headers = _HEADERS if of_card_s is None else (*_HEADERS, "of a card's %")
+    shown, card = table(headers, rows, style, keys=2), "."
+    if of_card_s is not None:
+        card = (
+            f"; a card's step is far shorter, so the share is told of the one that is estimated for {CARD_STEP_OF}, "
+            f"{1000 * of_card_s:.0f} ms, too, as if nothing hid the processor's work."
+        )
+    return f"{_sentence(records)}\n\n{shown}\n\n{_HOW}{card}"
 
 
 def write_forecasts(results: Path) -> list[Path]:
     """Write ``tables/forecasts.md`` below ``results``; nothing without records."""
-    records = read_forecasts(results)
-    if not records:
+    if not (records := read_forecasts(results)):
         return []
     text = forecast_text(records, MARKDOWN, card_step_s(results / "records"))
     parts = ["# Forecasts of the loss", text, made_by(("", record) for record in records)]
@@ -115,20 +174,10 @@ def _sentence(records: Sequence[ForecastRecord]) -> str:
     found: dict[str, list[float]] = {}
     for score in (score for record in records for score in record.scores):
         found.setdefault(score.kind, []).append(score.mean_absolute_error)
-    errors = {kind: fmean(values) for kind, values in found.items()}
-    order = sorted(errors, key=lambda kind: errors[kind])
-    told = ", ".join(f"{kind} {errors[kind]:.4f}" for kind in order)
-    default = "it is the default" if order[0] == DEFAULT_FORECASTER else f"the default is {DEFAULT_FORECASTER}"
-    return f"Smallest mean error over all horizons and {len(records)} runs: {order[0]} ({told}); {default}."
-
-
-def _of_card(step_s: float | None) -> str:
-    if step_s is None:
-        return "."
-    return (
-        f"; a card's step is far shorter, so the share is told of the one that is estimated for {CARD_STEP_OF}, "
-        f"{1000 * step_s:.0f} ms, too, as if nothing hid the processor's work."
-    )
+    errors = sorted((fmean(values), kind) for kind, values in found.items())
+    told, best = ", ".join(f"{kind} {error:.4f}" for error, kind in errors), errors[0][1]
+    default = "it is the default" if best == DEFAULT_FORECASTER else f"the default is {DEFAULT_FORECASTER}"
+    return f"Smallest mean error over all horizons and {len(records)} runs: {best} ({told}); {default}."
 
 
 def _row(

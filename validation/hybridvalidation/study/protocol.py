@@ -1,31 +1,87 @@
-"""What a study file says, written down before the first run; which runs it needs next; the record of one."""
+"""Registered protocols, their runs and the records of these: time to loss beside AdamW, and quality by model size.
 
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+A protocol is written down before its first run. Every run is a function of the file, a seed and the program. A study
+of quality, a ladder, compares configurations on several model sizes, which its files call arms and rungs.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from hashlib import sha256
-from typing import Literal
+from math import inf
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
+from hybridtrain.config.decode import Unions, load_toml
 from hybridtrain.config.rules import below_least
+from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.optim import AdamWConfig
+from hybridtrain.optim import OPTIMIZERS, AdamWConfig
 from hybridtrain.optim.muon import Muon
 from hybridtrain.optim.slow_average import SlowMomentum
+from hybridtrain.optimizations import OPTIMIZATIONS
+from hybridtrain.phase import Phase
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.plan.placement import Codec
 from hybridtrain.stacks import name_faults
 from hybridtrain.trainer_config import LrSchedule
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
+from hybridvalidation.records.store import read_lines
+from hybridvalidation.scenario import Target
 
 BASELINE = "adamw"
-"""The method that every study has, without being named."""
+"""The method that every study of time to loss has, without being named."""
 JUDGED = "slow_gradient"
 """The method that claims and stated figures are about."""
+UNIONS: Final[Unions] = {Optimization: OPTIMIZATIONS}
 
 Disturbance = Literal["data_shift", "nan_gradients"]
 """Half-way through a run. data_shift: from there on every byte stands for another one, in validation too.
 nan_gradients: one step computes no number, once."""
 Control = Literal["random", "average"]
 """random: jumps of the same norm in a random direction. average: AdamW, judged at the mean of its last weights."""
+_composed = cache(compose)
+Family = Literal["stack", "method", "control"]
+"""stack: meant to train as the baseline does. method: another way to train. control: known to do harm; must be judged
+worse, or the ladder shows nothing. p-values are adjusted within a family."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord(Record):
+    """One run, as it went. Executed: real arithmetic on the CPU, one thread."""
+
+    evidence: Evidence = Evidence.EXECUTED
+    validation_loss: float | None = None
+    """Nats per token at the end; None where the run diverged."""
+    cpu_seconds: float
+    """Processor time of the training loop; of a fine-tuned run without its base, where that was there."""
+    jumps: int = 0
+    corpus_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Protocol:
+    """What every study registers."""
+
+    name: str
+    says: str
+    target: str
+    """The claim that is judged."""
+    stop_rule: str
+    """When no more runs are made."""
+    remarks: str = ""
+    """What a reader must know of the registration, and of what came after it."""
+    tuning_seed: int
+    """Learning rates are chosen at this one."""
+    validation_batches: int
+    """Of as many rows as a step has."""
+    optimizer: AdamWConfig
+
+
+# --- time to loss -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,33 +130,65 @@ class Betas:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyFile:
-    """One study. Every run is a function of this file, a seed and the program."""
+class StudyRun:
+    """One run of a study of time to loss, before it is made."""
 
-    name: str
-    says: str
-    target: str
-    """The claim that is judged, registered before the first run."""
-    stop_rule: str
-    """When no more runs are made."""
-    remarks: str = ""
-    """What a reader must know of what came after the registration."""
+    method: str
+    lr: float
+    beta1: float
+    beta2: float
+    seed: int
+    num_steps: int
+
+    def __str__(self) -> str:
+        """Name it in progress and errors."""
+        betas = f"{self.beta1:g} {self.beta2:g}"
+        return f"{self.method} lr {self.lr:g} betas {betas} seed {self.seed} {self.num_steps} steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationPoint:
+    """One validation within a run."""
+
+    step: int
+    cost: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRecord(RunRecord):
+    """One run of a study of time to loss."""
+
+    run: StudyRun
+    test_loss: float | None = None
+    final_train_loss: float | None = None
+    """Mean of the last 50 steps."""
+    curve: tuple[ValidationPoint, ...] = ()
+    step_losses: tuple[float, ...] = ()
+    """Of every true step, for the forecasters; kept at the study's own length only."""
+    cost: float
+    """Forward passes' worth of work, probes included: a forward pass of a step's batch is 1, a true step 3."""
+    predicted_steps: float = 0.0
+    rollbacks: int = 0
+    planned_device_bytes: int = 0
+    planned_host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StudyFile(Protocol):
+    """A study of time to loss: methods beside AdamW, at one model size."""
+
     model: ModelConfig
     seq_len: int
     batch_size: int
     """Sequences per step."""
     corpus_mib: int
     """Of the Python standard library's sources, as byte tokens; a pinned text is taken whole."""
-    validation_batches: int
-    """At most; as many more are kept for the test at the end."""
     num_steps: int
     seeds: tuple[int, ...]
-    tuning_seed: int
-    """Learning rates and betas are chosen at this one."""
-    optimizer: AdamWConfig
-    """Of AdamW and of all methods; ``lr`` is where betas are tried first."""
+    """Learning rates and betas are chosen at one of them."""
     lrs: tuple[float, ...]
-    """Tried for AdamW; with one entry nothing is tuned."""
+    """Tried for AdamW; with one entry nothing is tuned. The optimizer's ``lr`` is where betas are tried first."""
     betas: tuple[Betas, ...] = ()
     """Tried for AdamW beside the optimizer's own."""
     schedule: LrSchedule
@@ -116,65 +204,50 @@ class StudyFile:
     corpus: Literal["embedded", "pinned"] = "embedded"
     """embedded: this machine's Python. pinned: the same text everywhere (data/pinned_corpus.py)."""
     validate_every: int = 0
-    """Steps between validations within a run; 0: only at its end."""
+    """Steps between validations within a run; 0: only at its end, with as many batches for a test."""
     least_gain: float = 1.0
     """Compute factor of the claim."""
     largest_harm_pct: float | None = None
     """The claim is instead that no method ends with a loss that many percent above what it is compared with."""
 
     def __post_init__(self) -> None:
-        faults = name_faults(self.name) + below_least(
-            self, ("seq_len", "batch_size", "corpus_mib", "validation_batches", "num_steps")
-        )
-        if len(set(self.seeds)) < max(3, len(self.seeds)):
-            faults.append(f"seeds: {list(self.seeds)} must name at least 3 seeds, none of them twice")
+        faults = _size_faults(self, ("corpus_mib", "validation_batches"), self.seeds)
         if self.tuning_seed not in self.seeds:
             faults.append(f"tuning_seed: {self.tuning_seed} must be one of seeds ({list(self.seeds)})")
-        if not self.lrs:
-            faults.append("lrs: empty; name at least one learning rate")
         faults += self._horizon_faults()
         names = [method.name for method in self.methods]
-        faults += [f"methods: '{name}' stands twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        faults += _twice("methods", names)
         for method in self.methods:
             faults += self._method_faults(method)
         if self.largest_harm_pct is None and JUDGED not in names:
             faults.append(f"methods: without '{JUDGED}' nothing is judged; add it, or set largest_harm_pct")
-        if self.seq_len > self.model.max_seq_len:
-            faults.append(f"seq_len: {self.seq_len} is above model.max_seq_len ({self.model.max_seq_len})")
         if faults:
             raise ValueError("\n".join(faults))
 
-    def _horizon_faults(self) -> list[str]:
-        if not self.horizons:
-            return ["horizons: empty; name at least one number of steps"]
-        if not self.is_constant:
-            faults = []
-            if self.num_steps not in self.horizons:
-                faults.append(f"horizons: {list(self.horizons)} must contain num_steps ({self.num_steps})")
-            if len(set(self.horizons)) < 2 and self.largest_harm_pct is None:
-                faults.append(f"horizons: {list(self.horizons)} is no curve; name at least 2")
-            return faults
-        if self.validate_every < 1 or self.num_steps % self.validate_every:
-            found = f"validate_every: {self.validate_every} must divide num_steps ({self.num_steps})"
-            return [f"{found}: under a constant learning rate a run is judged on its way"]
-        if max(self.horizons) < self.num_steps:
-            return [f"horizons: {list(self.horizons)} must reach num_steps ({self.num_steps})"]
-        return []
+    def _horizon_faults(self) -> Iterator[str]:
+        horizons, constant = list(self.horizons), "under a constant learning rate a run is judged on its way"
+        if not horizons:
+            yield "horizons: empty; name at least one number of steps"
+        elif not self.is_constant:
+            if self.num_steps not in horizons:
+                yield f"horizons: {horizons} must contain num_steps ({self.num_steps})"
+            if len(set(horizons)) < 2 and self.largest_harm_pct is None:
+                yield f"horizons: {horizons} is no curve; name at least 2"
+        elif self.validate_every < 1 or self.num_steps % self.validate_every:
+            yield f"validate_every: {self.validate_every} must divide num_steps ({self.num_steps}): {constant}"
+        elif max(horizons) < self.num_steps:
+            yield f"horizons: {horizons} must reach num_steps ({self.num_steps})"
 
-    def _method_faults(self, method: StudyMethod) -> list[str]:
-        """Return why a method cannot be compared, seed by seed and under the same circumstances."""
-        where = f"methods: '{method.name}'"
-        other = self.method(method.against)
+    def _method_faults(self, method: StudyMethod) -> Iterator[str]:
+        """Yield why a method cannot be compared, seed by seed and under the same circumstances."""
+        where, other = f"methods: '{method.name}'", self.method(method.against)
         if other is None and method.against != BASELINE:
-            return [f"{where} is compared with '{method.against}', which is none of them"]
-        faults = []
-        missing = sorted(set(self.seeds_of(method.name)) - set(self.seeds_of(method.against)))
-        if missing:
-            faults.append(f"{where} has seeds {missing}, '{method.against}' has not: they would be left out")
-        disturbance = None if other is None else other.disturbance
-        if method.role != "control" and method.disturbance != disturbance:
-            faults.append(f"{where} has another disturbance than '{method.against}'; compare it with one that has it")
-        return faults
+            yield f"{where} is compared with '{method.against}', which is none of them"
+            return
+        if missing := sorted(set(self.seeds_of(method.name)) - set(self.seeds_of(method.against))):
+            yield f"{where} has seeds {missing}, '{method.against}' has not: they would be left out"
+        if method.role != "control" and method.disturbance != (None if other is None else other.disturbance):
+            yield f"{where} has another disturbance than '{method.against}'; compare it with one that has it"
 
     def method(self, name: str) -> StudyMethod | None:
         """Return a method by name; None for the baseline."""
@@ -190,81 +263,365 @@ class StudyFile:
         """Whether the learning rate never decays, so that every step of a run could be its last."""
         return self.schedule.kind == "constant"
 
+    def first_rates(self) -> list[StudyRun]:
+        """Return AdamW's runs at the learning rates that are tried, at the tuning seed and the optimizer's betas."""
+        betas = {"beta1": self.optimizer.beta1, "beta2": self.optimizer.beta2}
+        return [
+            StudyRun(method=BASELINE, lr=lr, seed=self.tuning_seed, num_steps=self.num_steps, **betas)
+            for lr in self.lrs
+        ]
+
+    def key_parts(self, run: StudyRun) -> list[object]:
+        """Return all that decides how a run goes, apart from the program."""
+        parts: list[object] = [self.model, self.optimizer, self.schedule, run]
+        parts += [self.seq_len, self.batch_size, self.corpus_mib, self.validation_batches, self.validate_every]
+        if self.corpus != "embedded":
+            parts.append(self.corpus)
+        if (method := self.method(run.method)) is not None:
+            parts.append(replace(method, says="", role="method", lrs=(), seeds=(), against=BASELINE))
+        return parts
+
+
+Made = Mapping[str, StudyRecord]
+"""Records by key."""
+
+
+def chosen(study: StudyFile, made: Made, method: str) -> StudyRun:
+    """Return a method's run at the tuning seed with the best learning rate and betas, as far as those were tried."""
+    best = best_run(study, made, study.first_rates())
+    pairs = (Betas(beta1=best.beta1, beta2=best.beta2), *study.betas)
+    best = best_run(study, made, [replace(best, beta1=pair.beta1, beta2=pair.beta2) for pair in pairs])
+    found = study.method(method)
+    lrs = (best.lr,) if found is None or not found.lrs else found.lrs
+    return best_run(study, made, [replace(best, method=method, lr=lr) for lr in lrs])
+
+
+def study_record(study: StudyFile, made: Made, method: str, seed: int, num_steps: int) -> StudyRecord | None:
+    """Return a method's run at its chosen learning rate, if it was made; a run that diverged is one."""
+    return made.get(run_key(study, replace(chosen(study, made, method), seed=seed, num_steps=num_steps)))
+
+
+# --- quality by model size --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """One size of model at one length of training: a rung."""
+
+    name: str
+    model: ModelConfig
+    seq_len: int
+    batch_size: int
+    """Sequences per step, a multiple of every configuration's micro-batches."""
+    num_steps: int
+    warmup_steps: int
+    lrs: tuple[float, ...]
+    """Tried for the baseline at the tuning seed, which is not among ``seeds``; the best is every configuration's."""
+    seeds: tuple[int, ...]
+    more_seeds: tuple[int, ...] = ()
+    """For configurations of family stack that the first ones leave inconclusive, and for what these are compared with:
+    a second and last interim analysis."""
+    arms: tuple[str, ...] = ()
+    """Configurations; empty: all."""
+
+    def __post_init__(self) -> None:
+        faults = _size_faults(self, ("warmup_steps",), (*self.seeds, *self.more_seeds), "seeds, more_seeds")
+        if self.warmup_steps >= self.num_steps:
+            faults.append(f"warmup_steps: {self.warmup_steps} must be below num_steps ({self.num_steps})")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained on in a run."""
+        return self.num_steps * self.batch_size * self.seq_len
+
     @property
     def tokens_per_param(self) -> float:
-        """Tokens seen in ``num_steps`` over parameters."""
-        return self.num_steps * self.batch_size * self.seq_len / self.model.num_params
+        """Tokens over parameters."""
+        return self.num_tokens / self.model.num_params
+
+    @property
+    def schedule(self) -> LrSchedule:
+        """Linear warm-up and a cosine that ends at zero."""
+        return LrSchedule(warmup_steps=self.warmup_steps, total_steps=self.num_steps, final_fraction=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyRun:
-    """One run of a study, before it is made."""
+class Configuration:
+    """One way to train, by what it computes: where things live is left out, it changes no bit. An arm."""
 
-    method: str
-    lr: float
-    beta1: float
-    beta2: float
+    name: str
+    says: str
+    family: Family = "stack"
+    optimizations: tuple[Optimization, ...] = ()
+    optimizer: str = "adamw"
+    """``kind``; learning rate, weight decay and clipping are those of the baseline."""
+    lrs: tuple[float, ...] = ()
+    """Tried at the tuning seed where another optimizer or fine-tuning asks for it; empty: the rate of what it is
+    compared with."""
+    rounds_to_nearest: bool = False
+    """Control: bfloat16 weights without a master lose what is below half of their last bit."""
+    fine_tunes: bool = False
+    """Starts from the baseline's end of the same seed and goes on with another text."""
+    against: str = ""
+    """Configuration that it is compared with; empty: the baseline."""
+    stacks: tuple[str, ...] = ()
+    """That compute the same to the bit, and share its runs."""
+
+    def __post_init__(self) -> None:
+        faults = name_faults(self.name)
+        if self.optimizer not in OPTIMIZERS:
+            faults.append(f"optimizer: {unknown_name('optimizer', self.optimizer, sorted(OPTIMIZERS))}")
+        full = self.plan().for_phase(Phase.FULL)
+        codecs = (full.weight.codec, full.master.codec, full.optim_state.codec)
+        if self.rounds_to_nearest and codecs != (Codec.BFLOAT16, Codec.ABSENT, Codec.FLOAT32):
+            faults.append("rounds_to_nearest: wants bfloat16 weights without a master, and float32 state")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def plan(self) -> MemoryPlan:
+        """Return the composed plan; raises ``PlanConflictError`` for one that contradicts itself."""
+        return _composed(self.optimizations)
+
+    @property
+    def jumps(self) -> bool:
+        """Whether its plan keeps what a predictor remembers."""
+        return self.plan().for_phase(Phase.FULL).history_tensors > 0
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Per step."""
+        return self.plan().for_phase(Phase.FULL).grad_accum_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderTarget:
+    """A stated figure of ``targets.toml`` that the ladder judges."""
+
+    id: str
+    stacks: tuple[str, ...]
+    baseline: str = "vanilla"
+    """Stack to compare with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderRun:
+    """One run of a ladder, before it is made."""
+
+    rung: str
+    arm: str
     seed: int
-    num_steps: int
+    lr: float
+    base_lr: float
+    """Of the run that a fine-tuned one goes on from; else its own."""
+
+    def __str__(self) -> str:
+        """Name it in progress and errors."""
+        return f"{self.rung} {self.arm} lr {self.lr:g} seed {self.seed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyJob:
-    """A run with all that it needs to know, for a process of its own."""
+class Probe:
+    """The first steps of a run and a run in little: what a later program must compute again."""
 
-    study: StudyFile
-    run: StudyRun
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationPoint:
-    """One validation within a run."""
-
-    step: int
-    cost: float
-    loss: float
+    first_losses: tuple[float, ...]
+    """Of the run itself, its first four true steps; of a fine-tuned one those of its base."""
+    losses: tuple[float, ...]
+    """Of the run in little, through every phase."""
+    weights_digest: str
+    """SHA-256 of the exact values of all trained weights after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyRecord(Record):
-    """One run of a study, as it went. Executed: real arithmetic on the CPU."""
+class LadderRecord(RunRecord):
+    """One run of a ladder."""
 
-    run: StudyRun
+    run: LadderRun
+    validation_accuracy: float | None = None
+    """Share of tokens that were the likeliest."""
+    train_losses: tuple[float, ...] = ()
+    """Means of twentieths of the run."""
+    num_params: int
+    num_tokens: int
+    probe: Probe
+    corpus: str
+    products: str = ""
+    """What multiplied bfloat16 matrices (``product_unit``); empty: float32, in attention's gradients torch's loops."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRecord(Record):
+    """A probe computed again, by a later program."""
+
+    run: LadderRun
     evidence: Evidence = Evidence.EXECUTED
-    validation_loss: float | None = None
-    """Nats per token at the end."""
-    test_loss: float | None = None
-    final_train_loss: float | None = None
-    """Mean of the last 50 steps."""
-    curve: tuple[ValidationPoint, ...] = ()
-    step_losses: tuple[float, ...] = ()
-    """Of every true step, for the forecasters; kept at the study's own length only."""
-    cost: float
-    """Forward passes' worth of work, probes included: a forward pass of a step's batch is 1, a true step 3."""
-    cpu_seconds: float
-    """Processor time of the training loop, one pinned thread; its duration is wall clock, other work may have shared
-    the machine."""
-    jumps: int = 0
-    predicted_steps: float = 0.0
-    rollbacks: int = 0
-    planned_device_bytes: int = 0
-    planned_host_bytes: int = 0
-    corpus_digest: str
+    is_equal: bool
+    """To the bit."""
+    largest_difference: float
+    """Of a loss, nats per token."""
+    same_machine: bool
+    """Processor and torch are those of the run."""
 
 
-def run_key(study: StudyFile, run: StudyRun) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LadderFile(Protocol):
+    """A study of quality: configurations beside a baseline, on several model sizes."""
+
+    margin_nats: float
+    """Equivalence margin: a mean difference of validation loss within plus and minus this is none that matters."""
+    alpha: float = 0.05
+    """Error rate over a family of configurations at a model size: of a wrong "equivalent", and of a wrong "different";
+    each of two interim analyses has half of it."""
+    hybrid: HybridConfig = field(default_factory=HybridConfig)
+    """Of every configuration that keeps what a predictor remembers."""
+    fine_tune_steps: int = 0
+    rungs: tuple[ModelSize, ...]
+    """In the order in which they are run."""
+    arms: tuple[Configuration, ...]
+    """The first is the baseline."""
+    first: tuple[str, ...] = ()
+    """Configurations that are run at every seed of a model size before others are begun: figures wait for them."""
+    targets: tuple[LadderTarget, ...] = ()
+
+    def __post_init__(self) -> None:
+        faults = name_faults(self.name) + below_least(self, ("validation_batches",))
+        if not self.arms or not self.rungs:
+            raise ValueError("arms, rungs: name at least one of each")
+        names = [configuration.name for configuration in self.arms]
+        stacks = [stack for configuration in self.arms for stack in configuration.stacks]
+        faults += _twice("arms", names)
+        faults += [f"arms: stack '{name}' has two" for name in sorted({n for n in stacks if stacks.count(n) > 1})]
+        if not self.margin_nats > 0 or not 0 < self.alpha < 1:
+            faults.append(f"margin_nats, alpha: {self.margin_nats}, {self.alpha} must be above 0, alpha below 1")
+        if self.baseline.fine_tunes or self.baseline.optimizer != self.optimizer.kind:
+            faults.append(f"arms: the first, '{names[0]}', is the baseline: {self.optimizer.kind}, from the start")
+        for configuration in self.arms:
+            faults += self._configuration_faults(configuration, names)
+        for size in self.rungs:
+            if self.tuning_seed in (*size.seeds, *size.more_seeds):
+                faults.append(f"rungs: '{size.name}' is judged at the tuning seed ({self.tuning_seed}); take another")
+            faults += [f"rungs: '{size.name}': {unknown_name('arm', n, names)}" for n in size.arms if n not in names]
+        faults += [f"first: {unknown_name('arm', name, names)}" for name in self.first if name not in names]
+        wanted = [name for target in self.targets for name in (*target.stacks, target.baseline)]
+        faults += [f"targets: {unknown_name('stack', name, stacks)}" for name in wanted if name not in stacks]
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def _configuration_faults(self, own: Configuration, names: list[str]) -> Iterator[str]:
+        if own.against and (own.against not in names or self.configuration(own.against).fine_tunes != own.fine_tunes):
+            yield f"arms: '{own.name}' is compared with '{own.against}', which is none, or starts elsewhere"
+            return
+        if own is not self.baseline and self.reference_of(own) is None and not own.lrs:
+            yield f"arms: '{own.name}' is compared with none and tries no rate; give it against or lrs"
+        if own.fine_tunes and self.fine_tune_steps < 1:
+            yield f"fine_tune_steps: {self.fine_tune_steps} must be at least 1: '{own.name}' fine-tunes"
+        for size in self.rungs:
+            if size.batch_size % (count := own.num_micro_batches):
+                yield f"rungs: '{size.name}': batch_size {size.batch_size} is no multiple of {count} ('{own.name}')"
+
+    @property
+    def baseline(self) -> Configuration:
+        """What configurations are compared with."""
+        return self.arms[0]
+
+    def configuration(self, name: str) -> Configuration:
+        """Return a configuration by name."""
+        return next(configuration for configuration in self.arms if configuration.name == name)
+
+    def size(self, name: str) -> ModelSize:
+        """Return a model size by name."""
+        return next(size for size in self.rungs if size.name == name)
+
+    def configuration_of(self, stack: str) -> Configuration | None:
+        """Return the configuration whose runs a stack shares; None for a stack that came after the registration."""
+        return next((configuration for configuration in self.arms if stack in configuration.stacks), None)
+
+    def configurations_at(self, size: ModelSize) -> list[Configuration]:
+        """Return the configurations of a model size."""
+        return [own for own in self.arms if not size.arms or own.name in size.arms]
+
+    def pairs_at(self, size: ModelSize) -> list[tuple[Configuration, Configuration]]:
+        """Return the configurations of a model size that are compared, each with its reference."""
+        return [(own, ref) for own in self.configurations_at(size) if (ref := self.reference_of(own)) is not None]
+
+    def reference_of(self, own: Configuration) -> Configuration | None:
+        """Return what a configuration is compared with; None for what others are compared with alone."""
+        if own is self.baseline or (own.fine_tunes and not own.against):
+            return None
+        return self.configuration(own.against) if own.against else self.baseline
+
+    def rates_of(self, size: ModelSize, own: Configuration) -> tuple[float, ...]:
+        """Return the learning rates tried for a configuration at a model size; empty: it has its reference's."""
+        return size.lrs if own is self.baseline else own.lrs
+
+    def key_parts(self, run: LadderRun) -> list[object]:
+        """Return all that decides how a run goes, apart from the program and the text."""
+        size, own = self.size(run.rung), self.configuration(run.arm)
+        parts: list[object] = [
+            replace(size, lrs=(0.0,), seeds=(0, 1, 2), more_seeds=(), arms=()),
+            replace(own, name="any", says="", family="stack", lrs=(), against="", stacks=()), replace(run, arm="any"),
+            self.optimizer, self.validation_batches,
+        ]  # fmt: skip
+        if own.jumps:
+            parts.append(self.hybrid)
+        if own.fine_tunes:
+            parts.append(self.fine_tune_steps)
+        return parts
+
+
+LadderMade = Mapping[str, LadderRecord]
+"""Records by key."""
+
+
+def chosen_lr(ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration) -> float:
+    """Return the best of the rates tried, as far as they were; without any that of the reference."""
+    tried = ladder.rates_of(size, own)
+    if not tried and (reference := ladder.reference_of(own)) is not None:
+        return chosen_lr(ladder, made, size, reference)
+    runs = [ladder_run(ladder, made, size, own, ladder.tuning_seed, lr) for lr in tried]
+    return best_run(ladder, made, runs).lr
+
+
+def ladder_run(
+    ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration, seed: int, lr: float | None = None
+) -> LadderRun:
+    """Return a configuration's run at a seed, at its chosen rate or at another one."""
+    rate = chosen_lr(ladder, made, size, own) if lr is None else lr
+    base_lr = chosen_lr(ladder, made, size, ladder.baseline) if own.fine_tunes else rate
+    return LadderRun(rung=size.name, arm=own.name, seed=seed, lr=rate, base_lr=base_lr)
+
+
+def ladder_record(
+    ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration, seed: int
+) -> LadderRecord | None:
+    """Return a configuration's run at its chosen rate, if it was made; a run that diverged is one."""
+    return made.get(run_key(ladder, ladder_run(ladder, made, size, own, seed)))
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+Study: TypeAlias = StudyFile | LadderFile
+R = TypeVar("R")
+_METRICS = {
+    StudyFile: ("accuracy_loss_pct", "time_to_loss_speedup_pct"),
+    LadderFile: ("accuracy_retention_pct", "accuracy_loss_pct"),
+}  # fmt: skip
+"""Of stated figures that a study can judge."""
+
+
+@cache
+def run_key(study: Study, run: Any) -> str:
     """Return the digest of all that decides how a run goes, apart from the program.
 
     Settings at their default are left out: a new option with a default does not make old runs unknown.
     """
-    method = study.method(run.method)
-    parts: list[object] = [study.model, study.optimizer, study.schedule, run]
-    parts += [study.seq_len, study.batch_size, study.corpus_mib, study.validation_batches, study.validate_every]
-    if study.corpus != "embedded":
-        parts.append(study.corpus)
-    if method is not None:
-        parts.append(replace(method, says="", role="method", lrs=(), seeds=(), against=BASELINE))
-    return sha256("\n".join(map(settings_text, parts)).encode()).hexdigest()[:16]
+    return sha256("\n".join(map(settings_text, study.key_parts(run))).encode()).hexdigest()[:16]
+
+
+_FIRST_NAMES = {"ModelSize": "Rung", "Configuration": "Arm"}
+"""Of classes when the first runs were made: keys keep them."""
 
 
 def settings_text(part: object) -> str:
@@ -279,80 +636,93 @@ def settings_text(part: object) -> str:
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         if value != default:
             told.append(f"{item.name}={settings_text(value)}")
-    return f"{type(part).__name__}({', '.join(told)})"
+    name = type(part).__name__
+    return f"{_FIRST_NAMES.get(name, name)}({', '.join(told)})"
 
 
-Made = Mapping[str, StudyRecord]
-"""Records by key."""
+def best_run(study: Study, made: Mapping[str, RunRecord], runs: Iterable[R]) -> R:
+    """Return the run that ended with the smallest validation loss; one that was not made or diverged is the last."""
+
+    def loss(run: R) -> float:
+        record = made.get(run_key(study, run))
+        return inf if record is None or record.validation_loss is None else record.validation_loss
+
+    return min(runs, key=loss)
 
 
-def next_runs(study: StudyFile, made: Made) -> list[StudyRun]:
-    """Return the runs of the first stage that is not finished; empty when the study is complete."""
-    for stage in (learning_rates, betas, comparisons):
-        missing = [run for run in stage(study, made) if run_key(study, run) not in made]
-        if missing:
-            return list(dict.fromkeys(missing))
-    return []
+def check_targets(study: Study, targets: Mapping[str, Target]) -> None:
+    """Refuse a study with a target that is unknown, or about something else; raises ``ConfigError`` with all faults."""
+    faults, metrics = [], _METRICS[type(study)]
+    for name in (stated if isinstance(stated, str) else stated.id for stated in study.targets):
+        if name not in targets:
+            faults.append(f"$.targets: {unknown_name('target', name, targets)}")
+        elif (metric := targets[name].metric) not in metrics:
+            faults.append(f"$.targets: '{name}' is about {metric}; this study judges {', '.join(metrics)}")
+    if faults:
+        raise ConfigError(study.name, faults)
 
 
-def learning_rates(study: StudyFile, made: Made) -> Iterator[StudyRun]:
-    """Yield AdamW's learning rates at the tuning seed."""
-    del made  # the first stage needs none
-    base = study.optimizer
-    for lr in study.lrs:
-        yield _run(BASELINE, lr, Betas(beta1=base.beta1, beta2=base.beta2), study.tuning_seed, study.num_steps)
+def _size_faults(
+    size: StudyFile | ModelSize, least_one: tuple[str, ...], seeds: tuple[int, ...], label: str = "seeds"
+) -> list[str]:
+    faults = name_faults(size.name) + below_least(size, ("seq_len", "batch_size", "num_steps", *least_one))
+    if len(size.seeds) < 3 or len(set(seeds)) < len(seeds):
+        faults.append(f"{label}: {list(seeds)} must name at least 3 seeds, none of them twice")
+    if not size.lrs:
+        faults.append("lrs: empty; name at least one learning rate")
+    if size.seq_len > size.model.max_seq_len:
+        faults.append(f"seq_len: {size.seq_len} is above model.max_seq_len ({size.model.max_seq_len})")
+    return faults
 
 
-def betas(study: StudyFile, made: Made) -> Iterator[StudyRun]:
-    """Yield AdamW's other betas at its best learning rate."""
-    lr = _best_lr(study, made, BASELINE, Betas(beta1=study.optimizer.beta1, beta2=study.optimizer.beta2), study.lrs)
-    for pair in study.betas:
-        yield _run(BASELINE, lr, pair, study.tuning_seed, study.num_steps)
+def _twice(key: str, names: list[str]) -> list[str]:
+    return [f"{key}: '{name}' stands twice" for name in sorted({name for name in names if names.count(name) > 1})]
 
 
-def comparisons(study: StudyFile, made: Made) -> Iterator[StudyRun]:
-    """Yield every method's learning rates at the tuning seed, then all seeds and horizons at the best ones."""
-    lr, pair = chosen(study, made, BASELINE)
-    for method in study.methods:
-        for tried in method.lrs:
-            yield _run(method.name, tried, pair, study.tuning_seed, study.num_steps)
-    for horizon in sorted(study.horizons, key=lambda steps: steps != study.num_steps):
-        for seed in study.seeds:
-            yield _run(BASELINE, lr, pair, seed, horizon)
-    for horizon in study.tuning_horizons:
-        yield _run(BASELINE, lr, pair, study.tuning_seed, horizon)
-    for method in study.methods:
-        trials = [_run(method.name, one, pair, study.tuning_seed, study.num_steps) for one in method.lrs]
-        if all(run_key(study, run) in made for run in trials):
-            best, _ = chosen(study, made, method.name)
-            for seed in study.seeds_of(method.name):
-                yield _run(method.name, best, pair, seed, study.num_steps)
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
-def chosen(study: StudyFile, made: Made, method: str) -> tuple[float, Betas]:
-    """Return learning rate and betas of a method, as far as its tuning runs were made."""
-    own = Betas(beta1=study.optimizer.beta1, beta2=study.optimizer.beta2)
-    lr = _best_lr(study, made, BASELINE, own, study.lrs)
-    pairs = {own, *study.betas}
-    pair = min(pairs, key=lambda p: _loss(study, made, _run_at(study, BASELINE, lr, p)))
-    found = study.method(method)
-    if found is not None and found.lrs:
-        lr = _best_lr(study, made, method, pair, found.lrs)
-    return lr, pair
+def read_study_file(folder: Path, name: str) -> Study:
+    """Read a study by name, from ``studies`` or ``ladders``, or one of time to loss by a path ending in ``.toml``.
+
+    Raises:
+        ConfigError: the name is unknown, or the file has faults.
+    """
+    if name.endswith(".toml"):
+        return load_toml(StudyFile, Path(name))
+    known = [path.stem for path in (*_paths(folder, "studies"), *_paths(folder, "ladders"))]
+    if name not in known:
+        raise ConfigError(str(folder / "studies"), [unknown_name("study", name, known)])
+    if (path := folder / "ladders" / f"{name}.toml").exists():
+        return load_toml(LadderFile, path, unions=UNIONS)
+    return load_toml(StudyFile, folder / "studies" / f"{name}.toml")
 
 
-def _best_lr(study: StudyFile, made: Made, method: str, pair: Betas, lrs: tuple[float, ...]) -> float:
-    return min(lrs, key=lambda lr: _loss(study, made, _run_at(study, method, lr, pair)))
+def studies(folder: Path) -> list[StudyFile]:
+    """Read every study of time to loss in a folder of scenarios."""
+    return [load_toml(StudyFile, path) for path in _paths(folder, "studies")]
 
 
-def _loss(study: StudyFile, made: Made, run: StudyRun) -> float:
-    record = made.get(run_key(study, run))
-    return float("inf") if record is None or record.validation_loss is None else record.validation_loss
+def ladders(folder: Path) -> list[LadderFile]:
+    """Read every ladder in a folder of scenarios."""
+    return [load_toml(LadderFile, path, unions=UNIONS) for path in _paths(folder, "ladders")]
 
 
-def _run_at(study: StudyFile, method: str, lr: float, pair: Betas) -> StudyRun:
-    return _run(method, lr, pair, study.tuning_seed, study.num_steps)
+def all_studies(folder: Path) -> list[Study]:
+    """Read both kinds."""
+    return [*studies(folder), *ladders(folder)]
 
 
-def _run(method: str, lr: float, pair: Betas, seed: int, num_steps: int) -> StudyRun:
-    return StudyRun(method=method, lr=lr, beta1=pair.beta1, beta2=pair.beta2, seed=seed, num_steps=num_steps)
+def read_study(results: Path, study: Study) -> dict[str, Any]:
+    """Return the runs made so far by key; a later record of a run replaces an earlier one."""
+    kind: type[RunRecord] = StudyRecord if isinstance(study, StudyFile) else LadderRecord
+    return {record.key: record for record in read_lines(record_path(results, study.name), kind)}
+
+
+def record_path(results: Path, name: str) -> Path:
+    """Return the file of a study's records."""
+    return results / "records" / "studies" / f"{name}.jsonl"
+
+
+def _paths(folder: Path, kind: str) -> list[Path]:
+    return sorted((folder / kind).glob("*.toml"))

@@ -10,9 +10,9 @@ from hybridtrain.plan.placement import Codec
 from hybridtrain.planning.candidates import Candidate
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.ladder.equivalence import Finding, Judged
-from hybridvalidation.study.ladder.protocol import LadderFile
-from hybridvalidation.study.ladder.quality import all_judged, weight_of
+from hybridvalidation.study.equivalence import Comparison, Finding
+from hybridvalidation.study.protocol import LadderFile
+from hybridvalidation.study.quality import all_judged, weight_of
 
 
 def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results: Path) -> dict[str, str]:
@@ -22,9 +22,9 @@ def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results:
     micro-batches it cuts a step into may differ (of one, nothing is summed), and a master in two halves is the master.
     """
     weighed = [
-        (judged.comparison.arm, weight_of(judged), _said(ladder, judged))
+        (judged.configuration, weight_of(judged), _said(ladder, judged))
         for ladder, judged in all_judged(files, results)
-        if not judged.comparison.arm.rounds_to_nearest
+        if not judged.configuration.rounds_to_nearest
     ]
     numbers = {arm: _numbers(arm.plan()) for arm, _, _ in weighed}
     notes = {}
@@ -40,23 +40,25 @@ def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results:
     return notes
 
 
-def _said(ladder: LadderFile, judged: Judged) -> str:
-    comparison, (params, tokens) = judged.comparison, judged.comparison.size
-    size = f"{params / 1e6:.2f}M parameters and {tokens:.0f} tokens a parameter"
-    head = f"{judged.finding} (arm {comparison.arm.name} of {ladder.name} against {comparison.other.name}"
+def _said(ladder: LadderFile, judged: Comparison) -> str:
+    params, tokens = judged.scale
+    size = f"{params / 1e6:.2f}M parameters and {tokens:.0f} tokens per parameter"
+    head = (
+        f"{judged.finding} (configuration {judged.configuration.name} of {ladder.name} against {judged.reference.name}"
+    )
     if judged.finding is Finding.UNFINISHED:
         return (
-            f"{head}, {len(comparison.pairs)} of {len(comparison.seeds)} seeds executed at {size}"
+            f"{head}, {len(judged.pairs)} of {len(judged.seeds)} seeds executed at {size}"
             f"{interim_text(judged, ladder.margin_nats)})"
         )
-    nats = _nats(comparison.interval)
-    seeds = f"{len(comparison.pairs)} seeds{comparison.diverged_text}"
+    nats = _nats(judged.interval)
+    seeds = f"{len(judged.pairs)} seeds{judged.diverged_text}"
     return f"{head}: {nats}; margin {ladder.margin_nats}; executed at {size}, {seeds})"
 
 
-def interim_text(judged: Judged, margin_nats: float) -> str:
+def interim_text(judged: Comparison, margin_nats: float) -> str:
     """Return what the seeds of an unfinished arm say so far, which is no verdict; empty where they are too few."""
-    found = judged.comparison.interval
+    found = judged.interval
     if judged.finding is not Finding.UNFINISHED or found is None:
         return ""
     warning = ", WORSE so far by more than the margin" if found.low > margin_nats else ""
@@ -66,7 +68,7 @@ def interim_text(judged: Judged, margin_nats: float) -> str:
 def _nats(found: Interval | None) -> str:
     if found is None:
         return ""
-    return f"loss {found.mean:+.4f} nats a token, 95 % interval {found.low:+.4f} to {found.high:+.4f}"
+    return f"loss {found.mean:+.4f} nats per token, 95 % interval {found.low:+.4f} to {found.high:+.4f}"
 
 
 _Numbers = tuple[object, ...]

@@ -1,22 +1,32 @@
-"""A study as one Markdown file: its registration, one sentence of verdict, tables, pictures."""
+"""A study as one Markdown page: its registration, one sentence of verdict, tables, pictures."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
 
-from tabulate import tabulate
-
-from hybridtrain.config.decode import load_toml
-from hybridtrain.reports.tables import MARKDOWN, write_page
-from hybridtrain.units import to_gib
+from hybridtrain.atomic_write import replace_file
+from hybridtrain.reports.tables import MARKDOWN, table, write_page
+from hybridtrain.units import format_count, to_gib
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.judge.tables import verdict_table
+from hybridvalidation.pictures.picture import Picture
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.figures import (
-    Factor,
+from hybridvalidation.study.equivalence import (
+    Comparison,
+    Finding,
+    extrapolate,
+    judge_size,
+    largest_deviation,
+    last_analysis,
+)
+from hybridvalidation.study.factors import (
+    Harm,
     MethodFigures,
+    harms,
     horizon_curve,
     judge_study,
     lost_seeds,
@@ -25,13 +35,34 @@ from hybridvalidation.study.figures import (
     noise_floor,
 )
 from hybridvalidation.study.forecast import write_forecasts
-from hybridvalidation.study.harm import harm_sentence, harm_text
-from hybridvalidation.study.protocol import BASELINE, JUDGED, Made, StudyFile, chosen, next_runs
-from hybridvalidation.study.runner import read_study
+from hybridvalidation.study.order import first_runs, more_runs, next_runs
+from hybridvalidation.study.pictures import pictures_of
+from hybridvalidation.study.protocol import (
+    BASELINE,
+    JUDGED,
+    Configuration,
+    LadderFile,
+    LadderMade,
+    Made,
+    ModelSize,
+    Study,
+    StudyFile,
+    all_studies,
+    chosen,
+    chosen_lr,
+    ladder_record,
+    ladder_run,
+    read_study,
+    run_key,
+)
+from hybridvalidation.study.quality import judge_ladder, range_text
+from hybridvalidation.study.runner import holds, read_replays
 
 _FIVE, _NEEDS_FIVE = 5, 1.1
 """Seeds that the protocol wants for compute factors below the second."""
-_HOW = (
+_FAR = (7e9, 20.0)
+"""Parameters, and tokens for each, of the extrapolation."""
+_HOW_FACTORS = (
     "Executed on the CPU, one thread a run. Loss: validation, nats per token, at the end of the run's own schedule; "
     "test: other held-out batches, looked at once. Factor: cost at which AdamW ends at the same loss, by interpolation "
     "on its horizon curve of the same seed, over the method's own cost; cost counts a forward pass 1 and a backward "
@@ -40,33 +71,110 @@ _HOW = (
     "<) is beyond AdamW's horizons. Predicted steps are a diagnostic, no speed. Step time: processor time of a true "
     "step over AdamW's."
 )
-_HEADERS = (
-    "method", "role", "lr", "seeds", "loss", "test", "gain on AdamW", "compute factor", "by seed",
+_HOW_HARM = (
+    "Executed on the CPU, the validation loss at the end of the run. Harm: loss over that of AdamW under the same "
+    "circumstances and with the same seed, in percent; negative: better. Taken back: jumps undone by the guard or by a "
+    "search. Where AdamW stops with a message, stopping too is no harm."
+)
+_HOW_QUALITY = (
+    "Executed on the CPU, one thread a run, cosine to zero, the baseline's learning rate. Difference: validation loss "
+    "above that of the configuration it is compared with, nats per token, mean and 95 % confidence interval over "
+    "paired seeds (same first weights, same batches, same validation tokens). Equivalent: two one-sided t tests put "
+    "the mean within the registered equivalence margin; worse, better: a two-sided one tells it from zero; p-values "
+    "are adjusted over the configurations of a family at a model size (Holm), unfinished ones counted. Top-1: accuracy "
+    "over the other's. Products of bfloat16 matrices are summed in float32 and rounded once. Stacks that compute the "
+    "same to the bit share a configuration's runs."
+)
+_METHOD_HEADERS = (
+    "method", "role", "seeds", "gain on AdamW", "compute factor", "by seed", "lr", "loss", "test", "cost, steps",
+    "step time", "predicted steps", "taken back", "planned GiB",
 )  # fmt: skip
-_COST_HEADERS = ("method", "cost, steps", "step time", "predicted steps", "taken back", "planned GiB")
+_HARM_HEADERS = (
+    "setting", "against", "harm %", "worst seed %", "bound kept", "loss", "AdamW's loss", "jumps", "taken back", "what",
+)  # fmt: skip
+_QUALITY_HEADERS = (
+    "configuration", "against", "difference, nats", "adjusted p, equivalent", "adjusted p, different", "verdict", "lr",
+    "seeds", "loss", "deviation", "top-1 kept %",
+)  # fmt: skip
+_PROGRESS_HEADERS = (
+    "model size", "parameters", "tokens per parameter", "runs made", "second interim analysis", "processor hours",
+    "tokens", "steps x rows x tokens", "configurations", "seeds",
+)  # fmt: skip
 
 
-def verdict_sentence(study: StudyFile, made: Made) -> str:
+def verdict_sentence(study: Study, made: Mapping[str, Any]) -> str:
     """Return the sentence that the study was made for."""
-    if study.largest_harm_pct is not None:
-        return harm_sentence(study, made)
+    if isinstance(study, LadderFile):
+        return _quality_sentence(study, made)
+    return _factor_sentence(study, made) if study.largest_harm_pct is None else _harm_sentence(study, made)
+
+
+def study_text(study: Study, made: Mapping[str, Any], targets: Mapping[str, Target], results: Path, style: str) -> str:
+    """Return verdict, registration and tables."""
+    if isinstance(study, LadderFile):
+        parts, verdicts = _quality_parts(study, made, results, style), judge_ladder(study, made, targets)
+    else:
+        text_of = _factor_parts if study.largest_harm_pct is None else _harm_parts
+        parts, verdicts = text_of(study, made, style), judge_study(study, made, targets)
+    stated = verdict_table(verdicts, style) if verdicts else ""
+    return "\n\n".join(part for part in (verdict_sentence(study, made), *parts, stated) if part)
+
+
+def write_study(study: Study, made: Mapping[str, Any], targets: Mapping[str, Target], results: Path) -> list[Path]:
+    """Write ``tables/study-NAME.md`` and its pictures below ``results``."""
+    from hybridvalidation.pictures.png import png_of  # noqa: PLC0415  matplotlib takes half a second
+
+    plots, page = list[Path](), f"study-{study.name}"
+    for picture in pictures_of(study, made, verdict_sentence(study, made)):
+        stem = page if picture.name == page else f"{page}-{picture.name}"
+        plots.append(results / "plots" / f"{stem}.png")
+        replace_file(plots[-1], png_of(picture))
+    title = "Quality"
+    if isinstance(study, StudyFile):
+        title = "Time to loss" if study.largest_harm_pct is None else "Harm"
+    parts = [
+        f"# {title}: {study.says}", study_text(study, made, targets, results, MARKDOWN),
+        made_by(("", record) for record in made.values()), "## Pictures",
+        "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots),
+    ]  # fmt: skip
+    return [write_page(results, page, "\n\n".join(parts)), *plots]
+
+
+def write_studies(files: ScenarioFiles, results: Path) -> list[Path]:
+    """Rebuild tables and pictures of every study that has records, and of the forecasts."""
+    written: list[Path] = []
+    for study in all_studies(files.folder):
+        if made := read_study(results, study):
+            written += write_study(study, made, files.targets(), results)
+    return written + write_forecasts(results)
+
+
+def study_pictures(files: ScenarioFiles, results: Path) -> dict[str, Sequence[Picture]]:
+    """Return the pictures of every study that has records, by the page's name."""
+    found = [(study, read_study(results, study)) for study in all_studies(files.folder)]
+    return {f"study-{s.name}": pictures_of(s, made, verdict_sentence(s, made)) for s, made in found if made}
+
+
+# --- time to loss -----------------------------------------------------------------------------------------------------
+
+
+def _factor_sentence(study: StudyFile, made: Made) -> str:
     if next_runs(study, made):
         return f"Not finished: the registered claim ({study.target}) is unproven."
-    lost = lost_seeds(study, made, JUDGED)
-    figures = method_figures(study, made, JUDGED)
+    lost, figures = lost_seeds(study, made, JUDGED), method_figures(study, made, JUDGED)
     if figures is None or lost:
         seeds = ", ".join(map(str, lost))
         return f"{JUDGED} or AdamW diverged with seed {seeds}: the registered claim ({study.target}) is not met."
-    factor, count = _range(figures.factor), len(figures.seeds)
+    factor, count = _range(figures.factor), len(figures.records)
     shown = f"{JUDGED} reaches AdamW's loss with a compute factor of {factor} over {count} seeds"
     if figures.bounds:
-        told = " ".join(map(_factor, figures.factors))
+        told = " ".join(map(str, figures.factors))
         shown += f" (beyond AdamW's horizons where marked: {told}; the interval is open there)"
     return f"{shown}: {_judged(study, figures)}."
 
 
 def _judged(study: StudyFile, figures: MethodFigures) -> str:
-    """Return what the compute factor says on the registered claim."""
+    """Return what the compute factor shows of the registered claim."""
     factor = figures.factor
     if factor.high < 1.0:
         return "it is slower than AdamW; the registered claim is refuted"
@@ -75,7 +183,7 @@ def _judged(study: StudyFile, figures: MethodFigures) -> str:
     if factor.mean < study.least_gain:
         word = "refuted" if factor.high < study.least_gain else "not met"
         return f"a speed-up, below the registered {study.least_gain:g}; the claim is {word}"
-    if factor.mean < _NEEDS_FIVE and len(figures.seeds) < _FIVE:
+    if factor.mean < _NEEDS_FIVE and len(figures.records) < _FIVE:
         return (
             f"a speed-up, but a claim below {_NEEDS_FIVE:g} needs {_FIVE} seeds by the protocol; the registered claim "
             "is unproven"
@@ -83,43 +191,41 @@ def _judged(study: StudyFile, figures: MethodFigures) -> str:
     return f"a speed-up; the registered claim (at least {study.least_gain:g}, interval above 1.0) is met"
 
 
-def study_text(study: StudyFile, made: Made, targets: Mapping[str, Target], style: str) -> str:
-    """Return verdict, registration and tables."""
-    if study.largest_harm_pct is not None:
-        return harm_text(study, made, style)
-    floor = noise_floor(study, made)
-    size = study.model.num_params
-    registration = (
-        f"Registered before the first run: {study.target}. {study.stop_rule} {study.num_steps} steps of "
-        f"{study.batch_size} x {study.seq_len} tokens, {study.tokens_per_param:.1f} tokens a parameter ({size:,})."
+def _factor_parts(study: StudyFile, made: Made, style: str) -> list[str]:
+    params = study.model.num_params
+    registration = _registration(
+        study,
+        f"{study.target}. {study.stop_rule} {study.num_steps} steps of {study.batch_size} x {study.seq_len} tokens, "
+        f"{study.num_steps * study.batch_size * study.seq_len / params:.1f} tokens per parameter ({params:,}).",
     )
-    if study.remarks:
-        registration += f"\n\nAfter the registration: {study.remarks}"
     tuned = _tuned_text(study, made)
     if len(versions := sorted({record.environment.commit[:8] for record in made.values()})) > 1:
         tuned += f" The runs were made by {len(versions)} versions of the program: {', '.join(versions)}."
-    if floor is not None:
+    if (floor := noise_floor(study, made)) is not None:
         tuned += f" Noise floor: its loss has a standard deviation of {floor:.4f} over {len(study.seeds)} seeds."
-    return "\n\n".join(
-        [
-            verdict_sentence(study, made), registration, tuned, *_method_tables(study, made, style), _HOW,
-            _horizon_table(study, made, style), _lr_table(study, made, style),
-            *([verdict_table(judge_study(study, made, targets), style)] if study.targets else []),
-        ]
-    )  # fmt: skip
+    shown = [_method_table(study, made, style), _HOW_FACTORS, _horizon_table(study, made, style)]
+    return [registration, tuned, *shown, _lrs(study, made, style)]
+
+
+def _registration(study: StudyFile, text: str) -> str:
+    remarks = f"\n\nAfter the registration: {study.remarks}" if study.remarks else ""
+    return f"Registered before the first run: {text}{remarks}"
+
+
+def _tuned(study: StudyFile) -> list[str]:
+    return [BASELINE, *(method.name for method in study.methods if method.lrs)]
 
 
 def _tuned_text(study: StudyFile, made: Made) -> str:
     """Return the learning rates that were chosen, and what was not tried."""
-    lr, pair = chosen(study, made, BASELINE)
+    run = chosen(study, made, BASELINE)
     told = (
-        f"AdamW's learning rate is {lr:g}, betas {pair.beta1:g} and {pair.beta2:g}. Rates and betas were chosen at "
+        f"AdamW's learning rate is {run.lr:g}, betas {run.beta1:g} and {run.beta2:g}. Rates and betas were chosen at "
         f"seed {study.tuning_seed}, which is judged too."
     )
-    for name in [BASELINE, *(method.name for method in study.methods if method.lrs)]:
-        method = study.method(name)
-        tried, (best, _) = study.lrs if method is None else method.lrs, chosen(study, made, name)
-        num_made = len(lr_curve(study, made, name))
+    for name in _tuned(study):
+        method, best = study.method(name), chosen(study, made, name).lr
+        tried, num_made = study.lrs if method is None else method.lrs, len(lr_curve(study, made, name))
         if num_made < len(tried):
             told += f" Not finished: {num_made} of {len(tried)} rates of {name} are tried."
         elif len(tried) > 1 and best in {min(tried), max(tried)}:
@@ -128,110 +234,266 @@ def _tuned_text(study: StudyFile, made: Made) -> str:
     return told
 
 
-def write_study(study: StudyFile, made: Made, targets: Mapping[str, Target], results: Path) -> list[Path]:
-    """Write ``tables/study-NAME.md`` and its pictures below ``results``."""
-    from hybridvalidation.study.plots import (  # noqa: PLC0415  matplotlib takes half a second
-        harm_plots,
-        write_study_plots,
-    )
-
-    draw = write_study_plots if study.largest_harm_pct is None else harm_plots
-    plots = draw(study, made, results / "plots")
-    pictures = "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots)
-    title = "Time to loss" if study.largest_harm_pct is None else "Harm"
-    parts = [
-        f"# {title}: {study.says}", study_text(study, made, targets, MARKDOWN),
-        made_by(("", record) for record in made.values()), "## Pictures", pictures,
-    ]  # fmt: skip
-    return [write_page(results, f"study-{study.name}", "\n\n".join(parts)), *plots]
-
-
-def write_studies(files: ScenarioFiles, results: Path) -> list[Path]:
-    """Rebuild tables and pictures of every study that has records, and of the forecasts."""
-    written: list[Path] = []
-    paths = sorted((files.folder / "studies").glob("*.toml"))
-    targets = files.targets() if paths else {}
-    for path in paths:
-        study = load_toml(StudyFile, path)
-        made = read_study(results, study.name)
-        if made:
-            written += write_study(study, made, targets, results)
-    return written + write_forecasts(results)
-
-
-def _method_tables(study: StudyFile, made: Made, style: str) -> list[str]:
-    """Return what each method reaches, and what it takes."""
-    reached, taken = list[list[str]](), list[list[str]]()
+def _method_table(study: StudyFile, made: Made, style: str) -> str:
+    rows, is_finished = list[list[str]](), not next_runs(study, made)
     for name in [BASELINE, *(method.name for method in study.methods)]:
         figures = method_figures(study, made, name) if name != BASELINE or not study.is_constant else None
         if figures is not None:
-            reached.append(_method_row(study, figures))
-            taken.append(_cost_row(figures))
-        elif next_runs(study, made) == [] and name != BASELINE:
-            reached.append([name, *["diverged"] * (len(_HEADERS) - 1)])
-    return [
-        tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
-        for rows, headers in ((reached, _HEADERS), (taken, _COST_HEADERS))
-        if rows
-    ]
+            rows.append(_method_row(study, figures))
+        elif is_finished and name != BASELINE:
+            rows.append([name, *["diverged"] * (len(_METHOD_HEADERS) - 1)])
+    return table(_METHOD_HEADERS, rows, style) if rows else ""
 
 
 def _method_row(study: StudyFile, figures: MethodFigures) -> list[str]:
-    method = study.method(figures.name)
-    mean = sum(figures.losses) / len(figures.losses)
-    test = sum(figures.test_losses) / len(figures.test_losses)
-    is_baseline = method is None
+    method, about, records = study.method(figures.name), "about " if figures.bounds else "", figures.records
+    gained = ["-", "1", "-"]
+    if method is not None:
+        by_seed = " ".join(map(str, figures.factors))
+        gained = [_range(figures.gain, digits=4), f"{about}{_range(figures.factor)}", by_seed]
+    tests = [math.nan if record.test_loss is None else record.test_loss for record in records]
     return [
-        figures.name, "baseline" if method is None else method.role, f"{figures.lr:g}", str(len(figures.seeds)),
-        f"{mean:.4f}", f"{test:.4f}", "-" if is_baseline else _range(figures.gain, digits=4),
-        "1" if is_baseline else ("about " if figures.bounds else "") + _range(figures.factor),
-        "-" if is_baseline else " ".join(_factor(factor) for factor in figures.factors),
-    ]  # fmt: skip
-
-
-def _cost_row(figures: MethodFigures) -> list[str]:
-    return [
-        figures.name, f"{figures.cost:,.0f}", f"{figures.cpu_ratio:.2f}", f"{figures.predicted_steps:,.0f}",
-        str(figures.rollbacks), f"{to_gib(figures.planned_device_bytes):.3f}",
+        figures.name, "baseline" if method is None else method.role, str(len(records)), *gained, f"{figures.lr:g}",
+        f"{figures.mean('validation_loss'):.4f}", f"{fmean(tests):.4f}", f"{figures.cost:,.0f}",
+        f"{fmean(figures.cpu_ratios):.2f}", f"{figures.mean('predicted_steps'):,.0f}",
+        str(sum(record.rollbacks for record in records)), f"{to_gib(records[0].planned_device_bytes):.3f}",
     ]  # fmt: skip
 
 
 def _horizon_table(study: StudyFile, made: Made, style: str) -> str:
     if study.is_constant:
         return ""
-    curves = {seed: dict(horizon_curve(study, made, seed)) for seed in study.seeds}
-    rows = []
-    for steps in sorted({*study.horizons, *study.tuning_horizons}):
-        cells = [curves[seed].get(float(steps)) for seed in study.seeds]
-        rows.append([f"{steps:,}", *("-" if loss is None else f"{loss:.4f}" for loss in cells)])
-    headers = ["AdamW's steps", *(f"seed {seed}" for seed in study.seeds)]
-    return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
+    curves = [dict(horizon_curve(study, made, seed)) for seed in study.seeds]
+    rows = [
+        [f"{steps:,}", *(_cell(curve.get(float(steps))) for curve in curves)]
+        for steps in sorted({*study.horizons, *study.tuning_horizons})
+    ]
+    return table(["AdamW's steps", *(f"seed {seed}" for seed in study.seeds)], rows, style)
 
 
-def _lr_table(study: StudyFile, made: Made, style: str) -> str:
+def _lrs(study: StudyFile, made: Made, style: str) -> str:
     if len(study.lrs) < 2:
         return ""
-    names = [BASELINE, *(method.name for method in study.methods if method.lrs)]
-    curves = {name: dict(lr_curve(study, made, name)) for name in names}
-    rows = []
-    for lr in sorted({lr for curve in curves.values() for lr in curve}):
-        cells = [_loss_cell(curves[name], lr) for name in names]
-        rows.append([f"{lr:g}", *cells])
-    return tabulate(rows, headers=["learning rate", *names], tablefmt=style, disable_numparse=True)
+    names = _tuned(study)
+    curves = [dict(lr_curve(study, made, name)) for name in names]
+    rows = [
+        [f"{lr:g}", *(_cell(curve[lr], "diverged") if lr in curve else "-" for curve in curves)]
+        for lr in sorted({lr for curve in curves for lr in curve})
+    ]
+    return table(["learning rate", *names], rows, style)
 
 
-def _loss_cell(curve: dict[float, float | None], lr: float) -> str:
-    if lr not in curve:
-        return "-"
-    loss = curve[lr]
-    return "diverged" if loss is None else f"{loss:.4f}"
-
-
-def _factor(factor: Factor) -> str:
-    return f"{factor.bound}{factor.value:.2f}"
+def _cell(loss: float | None, missing: str = "-") -> str:
+    return missing if loss is None else f"{loss:.4f}"
 
 
 def _range(interval: Interval, digits: int = 2) -> str:
-    if math.isinf(interval.low):
-        return f"{interval.mean:.{digits}f}"
-    return f"{interval.mean:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
+    return f"{interval.mean:.{digits}f}" if math.isinf(interval.low) else range_text(interval, f".{digits}f")
+
+
+# --- harm -------------------------------------------------------------------------------------------------------------
+
+
+def _harm_sentence(study: StudyFile, made: Made) -> str:
+    found, bound = harms(study, made), study.largest_harm_pct or 0.0
+    if next_runs(study, made) or not found:
+        return f"Not finished: the registered claim ({study.target}) is unproven."
+    broken = [harm.method.name for harm in found if not harm.keeps(bound)]
+    ended = [harm for harm in found if harm.percents]
+    if not ended and not broken:
+        return f"No setting ended beside AdamW: the registered claim ({study.target}) is unproven."
+    shown = f"{len(found)} settings, {len(study.seeds)} seeds"
+    if ended:
+        mean = max(ended, key=lambda harm: fmean(harm.percents))
+        seed = max(ended, key=lambda harm: max(harm.percents))
+        shown = (
+            f"worst mean harm {fmean(mean.percents):.2f} % ({mean.method.name}), worst single seed "
+            f"{max(seed.percents):.2f} % ({seed.method.name}), over {shown}"
+        )
+    if broken:
+        return f"The registered bound of {bound:g} % is broken by {', '.join(broken)}; {shown}."
+    return f"The registered bound of {bound:g} % is kept by every setting: {shown}."
+
+
+def _harm_parts(study: StudyFile, made: Made, style: str) -> list[str]:
+    rows = [_harm_row(harm, study.largest_harm_pct or 0.0) for harm in harms(study, made)]
+    shown = table(_HARM_HEADERS, rows, style)
+    return [_registration(study, f"{study.target}. {study.stop_rule}"), shown, _HOW_HARM]
+
+
+def _harm_row(harm: Harm, largest_pct: float) -> list[str]:
+    losses = [[record.validation_loss for record in records] for records in zip(*harm.pairs, strict=True)]
+    ended = [[loss for loss in some if loss is not None] for some in losses]
+    percents, own = harm.percents, [record for record, _ in harm.pairs]
+    return [
+        harm.method.name, harm.method.against,
+        *(f"{pick(percents):+.2f}" if percents else "-" for pick in (fmean, max)),
+        "yes" if harm.keeps(largest_pct) else "NO",
+        *(_cell(fmean(some) if some else None, "stopped") for some in ended),
+        f"{fmean(record.jumps for record in own):,.0f}", str(sum(record.rollbacks for record in own)), harm.method.says,
+    ]  # fmt: skip
+
+
+# --- quality ----------------------------------------------------------------------------------------------------------
+
+
+def _quality_sentence(ladder: LadderFile, made: LadderMade) -> str:
+    told = []
+    for size in ladder.rungs:
+        judged = judge_size(ladder, made, size)
+        if all(one.finding is not Finding.UNFINISHED for one in judged):
+            by_finding = {word: [o.configuration.name for o in judged if o.finding is word] for word in Finding}
+            words = "; ".join(f"{finding}: {', '.join(names)}" for finding, names in by_finding.items() if names)
+            told.append(f"{size.name}: {words}.")
+    if not told:
+        return f"No model size is finished: the registered claim ({ladder.target}) is unproven."
+    rest = " Not all model sizes are finished." if next_runs(ladder, made) else ""
+    return f"{' '.join(told)}{rest}"
+
+
+def _quality_parts(ladder: LadderFile, made: LadderMade, results: Path, style: str) -> list[str]:
+    registration = (
+        f"Registered: {ladder.target}. Equivalence margin: {ladder.margin_nats:g} nats; error rate of a family at a "
+        f"model size: {ladder.alpha:g} of being judged equivalent and as much of being judged different, at most "
+        f"{2 * ladder.alpha:g} together. {ladder.stop_rule}"
+    )
+    if ladder.remarks:
+        registration += f"\n\nOn the registration: {ladder.remarks}"
+    found = sorted({(record.corpus, record.corpus_digest) for record in made.values()})
+    texts = "; ".join(f"{name} (SHA-256 {digest})" for name, digest in found) or "none yet"
+    begun = [size for size in ladder.rungs if _num_made(ladder, made, size)]
+    return [
+        registration, f"Texts, the Python sources of pinned packages, every byte a token: {texts}.",
+        _progress(ladder, made, style), _power(ladder, made),
+        *(part for size in begun for part in _size_parts(ladder, made, size, style)), _HOW_QUALITY,
+        _extrapolations(ladder, made), _shares(ladder, style), _replays(ladder, made, results),
+    ]  # fmt: skip
+
+
+def _num_made(ladder: LadderFile, made: LadderMade, size: ModelSize) -> int:
+    return sum(run_key(ladder, run) in made for run in first_runs(ladder, made, size))
+
+
+def _progress(ladder: LadderFile, made: LadderMade, style: str) -> str:
+    rows = []
+    for size in ladder.rungs:
+        hours = sum(record.cpu_seconds for record in made.values() if record.run.rung == size.name) / 3600
+        num_own, again = len(ladder.configurations_at(size)), "-"
+        total, count = num_own * len(size.seeds), _num_made(ladder, made, size)
+        if count == total and size.more_seeds:
+            owed = [run_key(ladder, run) for run in more_runs(ladder, made, size)]
+            again = f"{sum(key in made for key in owed)} of {len(owed)}"
+        rows.append([
+            size.name, f"{size.model.num_params:,}", f"{size.tokens_per_param:.0f}", f"{count} of {total}", again,
+            f"{hours:.1f}", format_count(size.num_tokens), f"{size.num_steps:,} x {size.batch_size} x {size.seq_len}",
+            str(num_own), str(len(size.seeds)),
+        ])  # fmt: skip
+    return table(_PROGRESS_HEADERS, rows, style)
+
+
+def _power(ladder: LadderFile, made: LadderMade) -> str:
+    """Return how much seeds may differ before nothing is equivalent at a size, and which open ones differ by more."""
+    told = []
+    for size in ladder.rungs:
+        counts = [len(size.seeds), *([len(size.seeds) + len(size.more_seeds)] if size.more_seeds else [])]
+        limits = [largest_deviation(ladder, size, count) for count in counts]
+        most = ", ".join(f"{limit:.4f} with {count} seeds" for limit, count in zip(limits, counts, strict=True))
+        far = [
+            f"{judged.configuration.name} ({deviation:.4f})"
+            for judged in judge_size(ladder, made, size)
+            if judged.finding is Finding.INCONCLUSIVE and judged.configuration.family == "stack"
+            if (deviation := stdev(judged.differences)) > limits[-1]
+        ]
+        beyond = f", too few, as they deviate now, to call equivalent {', '.join(far)}" if far else ""
+        told.append(f"{size.name}: {most}{beyond}")
+    return (
+        "Power: where the differences of all configurations of family stack deviate by more than so many nats, a model "
+        "size shows none of them equivalent, even at a mean of zero (the first by Holm's order; each that passes lets "
+        f"the next deviate a little more). {'; '.join(told)}."
+    )
+
+
+def _size_parts(ladder: LadderFile, made: LadderMade, size: ModelSize, style: str) -> list[str]:
+    text = f"{size.name}: {size.model.num_params:,} parameters, {size.tokens_per_param:.0f} tokens per parameter"
+    judged = {one.configuration.name: one for one in judge_size(ladder, made, size)}
+    rows = [_row(ladder, made, size, own, judged.get(own.name)) for own in ladder.configurations_at(size)]
+    title = f"## {text}" if style == MARKDOWN else text
+    return [title, table(_QUALITY_HEADERS, rows, style), _rates(ladder, made, size)]
+
+
+def _rates(ladder: LadderFile, made: LadderMade, size: ModelSize) -> str:
+    """Return which rates were tried, with their losses at the tuning seed, and whether the chosen one lies between."""
+    told = []
+    for own in ladder.configurations_at(size):
+        lrs, losses = ladder.rates_of(size, own), dict[float, float | None]()
+        for lr in lrs:
+            run = ladder_run(ladder, made, size, own, ladder.tuning_seed, lr)
+            if (record := made.get(run_key(ladder, run))) is not None:
+                losses[lr] = record.validation_loss
+        if len(lrs) == 1:
+            told.append(f"{own.name} {lrs[0]:g}, not tuned")
+        if len(losses) < 2:
+            continue
+        best = chosen_lr(ladder, made, size, own)
+        edge = ", the end of what was tried: another may be better" if best in {min(losses), max(losses)} else ""
+        tried = ", ".join(f"{lr:g}: {_cell(loss, 'diverged')}" for lr, loss in losses.items())
+        told.append(f"{own.name} {tried}; chosen {best:g}{edge}")
+    return f"Rates tried at seed {ladder.tuning_seed}, validation loss. {'. '.join(told)}." if told else ""
+
+
+def _row(
+    ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration, judged: Comparison | None
+) -> list[str]:
+    seeds = size.seeds if judged is None else judged.seeds
+    records = [found for seed in seeds if (found := ladder_record(ladder, made, size, own, seed)) is not None]
+    losses = [record.validation_loss for record in records if record.validation_loss is not None]
+    tail = [
+        f"{chosen_lr(ladder, made, size, own):g}", f"{len(records)} of {len(seeds)}",
+        _cell(fmean(losses) if losses else None),
+    ]  # fmt: skip
+    if judged is None:
+        word = "baseline" if own is ladder.baseline else "compared with"
+        return [own.name, *["-"] * 4, word, *tail, "-", "-"]
+    p_values = ["-", "-"]
+    if judged.finding is not Finding.UNFINISHED:
+        p_values = ["<0.0001" if p < 0.0001 else f"{p:.4f}" for p in (judged.p_equivalent, judged.p_different)]
+    deviation = _cell(stdev(judged.differences) if len(judged.differences) > 1 else None)
+    return [
+        own.name, judged.reference.name, range_text(judged.interval, "+.4f"), *p_values,
+        f"{judged.finding}{judged.diverged_text}", *tail, deviation, range_text(judged.retention(), ".2f"),
+    ]  # fmt: skip
+
+
+def _extrapolations(ladder: LadderFile, made: LadderMade) -> str:
+    told = []
+    for own in ladder.arms:
+        pairs = [(size, pair) for size in ladder.rungs for pair in ladder.pairs_at(size) if pair[0] is own]
+        found = extrapolate([last_analysis(ladder, made, size, *pair) for size, pair in pairs], *_FAR)
+        if found is not None:
+            told.append(f"{own.name} {range_text(found[0], '+.4f')} (line in {found[1]})")
+    far = f"{format_count(int(_FAR[0]))} parameters and {_FAR[1]:.0f} tokens per parameter"
+    if not told:
+        return f"Extrapolation to {far}: none yet, too few model sizes are finished."
+    return (
+        f"Extrapolation to {far}, no measurement: a line through the differences of all finished model sizes over the "
+        f"logarithms of size and length, if it went on so far: {'; '.join(told)}."
+    )
+
+
+def _shares(ladder: LadderFile, style: str) -> str:
+    rows = [[stack, own.name, own.says] for own in ladder.arms for stack in sorted(own.stacks)]
+    rows += [[f"({own.family})", own.name, own.says] for own in ladder.arms if not own.stacks]
+    return table(["stack", "shares the runs of", "which computes"], rows, style)
+
+
+def _replays(ladder: LadderFile, made: LadderMade, results: Path) -> str:
+    replays = [found for key, found in read_replays(results, ladder).items() if key in made]
+    if not replays:
+        return "Replays: no record's first steps were computed again by a later program."
+    equal, fine = sum(found.is_equal for found in replays), sum(map(holds, replays))
+    latest = max(replays, key=lambda found: found.started_at)
+    return (
+        f"Replays: of {len(replays)} records the first steps and a run in little were computed again, last by program "
+        f"{latest.program} (commit {latest.environment.commit[:8] or 'of no checkout'}); {equal} equal to the bit, "
+        f"{fine} hold, within rounding on another processor (with predicted steps up to the first of them)."
+    )

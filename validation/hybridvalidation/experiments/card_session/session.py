@@ -19,6 +19,7 @@ from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError
 from hybridtrain.stacks import default_folder
 from hybridtrain.units import GIB, MIB, format_bytes
 from hybridtrain.virtual_gpu.cards.card import Host
+from hybridvalidation.child import ONE_THREAD, Child, Ended
 from hybridvalidation.experiment import Experiment, begin_header
 from hybridvalidation.experiments.card_session.parts import (
     CEILINGS,
@@ -36,7 +37,6 @@ from hybridvalidation.experiments.card_session.table import write_evidence
 from hybridvalidation.experiments.card_session.train import TrainJob
 from hybridvalidation.experiments.card_session.worker import Answer, CeilingsJob
 from hybridvalidation.records.outcome import Outcome
-from hybridvalidation.runs.child import ONE_THREAD, Child, Ended
 from hybridvalidation.scenario_files import ScenarioFiles
 
 NO_CARD = (

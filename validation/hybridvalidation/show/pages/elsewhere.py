@@ -14,9 +14,7 @@ from hybridvalidation.pictures.picture import Picture
 from hybridvalidation.show.kernel_pictures import attention_pictures, kernel_pictures
 from hybridvalidation.show.page import Page, Source
 from hybridvalidation.show.results import Results
-from hybridvalidation.show.study_pictures import ladder_pictures, study_pictures
-from hybridvalidation.study.ladder.report import write_ladders
-from hybridvalidation.study.report import write_studies
+from hybridvalidation.study.report import study_pictures, write_studies
 
 _Write = Callable[[Results, Path], list[Path]]
 _Draw = Callable[[Results], Mapping[str, Sequence[Picture]]]
@@ -35,8 +33,11 @@ def _write_attention(results: Results, folder: Path) -> list[Path]:
 _WRITTEN: Sequence[tuple[str, _Write, _Draw]] = (
     ("Evidence", lambda results, folder: write_reserved(results.files.folder, folder), lambda _results: {}),
     ("Evidence", lambda results, folder: write_evidence(read_evidence(results.records), folder), lambda _results: {}),
-    ("Studies", lambda results, folder: write_studies(results.files, folder), study_pictures),
-    ("Studies", lambda results, folder: write_ladders(results.files, folder), ladder_pictures),
+    (
+        "Studies",
+        lambda results, folder: write_studies(results.files, folder),
+        lambda results: study_pictures(results.files, results.folder),
+    ),
     ("Kernels", _write_kernels, kernel_pictures),
     ("Kernels", _write_attention, attention_pictures),
 )

@@ -18,7 +18,7 @@ from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.show.page import Page, Source, png_links
 from hybridvalidation.show.results import Results
 from hybridvalidation.show.scenario_pictures import scenario_pictures
-from hybridvalidation.study.ladder.quality import Quality
+from hybridvalidation.study.quality import Quality
 
 _PLANNED: Mapping[str, Callable[[MemoryFigures], str]] = {
     "device GiB": lambda memory: f"{to_gib(memory.device_used_bytes):.2f}",

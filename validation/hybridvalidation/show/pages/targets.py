@@ -1,44 +1,40 @@
 """All stated figures on one page, each with the verdict that stands."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.tables import MARKDOWN, table_with_notes
 from hybridtrain.units import format_count
 from hybridvalidation.judge.joint import judge_all, judge_jointly
-from hybridvalidation.judge.roll_up import Judged, Row, counts, roll_up
+from hybridvalidation.judge.roll_up import by_status, counts, roll_up
 from hybridvalidation.judge.time_error import LEAST_WAITING
-from hybridvalidation.judge.verdict import Status
+from hybridvalidation.judge.verdict import Verdict
 from hybridvalidation.kernel_bench.attention_lengths import judge_attention, read_attention
 from hybridvalidation.kernel_bench.record import newest_kernels, read_kernels
 from hybridvalidation.kernel_bench.table import judge_kernels
 from hybridvalidation.show.page import Page, Source
 from hybridvalidation.show.pages.profiler import judge_profiler
 from hybridvalidation.show.results import Results
-from hybridvalidation.study.figures import judge_study
-from hybridvalidation.study.ladder.equivalence import Finding
-from hybridvalidation.study.ladder.equivalence import Judged as LadderVerdict
-from hybridvalidation.study.ladder.protocol import ladder_names, read_ladder_file
-from hybridvalidation.study.ladder.quality import range_text
-from hybridvalidation.study.ladder.runner import read_ladder
-from hybridvalidation.study.ladder.targets import judge_ladder
-from hybridvalidation.study.runner import read_study
+from hybridvalidation.study.equivalence import Comparison, Finding
+from hybridvalidation.study.factors import judge_study
+from hybridvalidation.study.protocol import ladders, read_study
+from hybridvalidation.study.quality import judge_ladder, range_text
 
 _HEADERS = ("target", "stated", "verdict", "evidence", "stack", "record", "because")
 _HOW = (
     "Of several places a registered study counts first, then a scenario, each of its rows judged on the one stack that "
     "does best on all rows about it (misses fewest, then holds most), whether or not that holds them all, then single "
     "stacks; of those that count, the least favourable verdict stands, and the others are told "
-    "behind it. Of the quality ladder its largest finished rung judges, the smaller ones are told. Holds: on the kind "
-    "of evidence that is named, no other. By definition: met whatever a program does. "
+    "behind it. Of the quality ladder its largest finished model size judges, the smaller ones are told. Holds: on the "
+    "kind of evidence that is named, no other. By definition: met whatever a program does. "
     "Undecided: the difference is smaller than the time model's own error, the mean absolute one of single speeds on "
     f"cards that it was not fitted on ({100 * TIME_ERROR:.1f} %, no bound; {100 * WAITING_ERROR:.1f} % where "
     f"{LEAST_WAITING:.0%} of a step or more are spent waiting: before a rule was added, over recorded runs that wait, "
     "of cards that it was fitted on; a ratio of two speeds takes the same, though recipes of other trainers on one "
     "card differ by more, as the pages of peers tell), or GB and GiB decide differently: GB of a card are read as GiB, "
     "as cards are sold. Unproven: no record, or an interval on both "
-    "sides of the bound: of 95 %, of 97.5 % where the quality ladder registers a second look. Misleading: "
+    "sides of the bound: of 95 %, of 97.5 % where the quality ladder registers a second interim analysis. Misleading: "
     "right as it was got, but an average or a part, and what decides misses the bound; the kind of evidence of what "
     "decides stands behind the figure's own. Where a range is stated and its one end is what a user asks for, that "
     "end is the bound; a value on its good side and outside of the range is told so: the bound holds, the range "
@@ -46,56 +42,54 @@ _HOW = (
 )
 
 
-def all_targets(results: Results) -> list[Row]:
+def all_targets(results: Results) -> list[Verdict]:
     """Return one row per stated figure, from records alone."""
     return [_with_quality(row, results.telling.get(row.stack)) for row in roll_up(results.targets, _judged(results))]
 
 
-def _with_quality(row: Row, judged: LadderVerdict | None) -> Row:
+def _with_quality(row: Verdict, judged: Comparison | None) -> Verdict:
     """Say of what holds if a ladder tells its stack to train worse."""
     if judged is None or not row.status.is_met or judged.finding is not Finding.WORSE:
         return row
-    found = judged.comparison
-    loss = f"{range_text(found.interval, '+.4f')} nats{found.diverged_text}"
-    size = f"{format_count(found.size[0])} parameters"
-    return replace(row, reason=f"{row.reason} Executed at {size} it trains worse than {found.other.name}: {loss}.")
+    loss = f"{range_text(judged.interval, '+.4f')} nats{judged.diverged_text}"
+    size = f"{format_count(judged.scale[0])} parameters"
+    return replace(row, reason=f"{row.reason} Executed at {size} it trains worse than {judged.reference.name}: {loss}.")
 
 
-def targets_text(rows: Sequence[Row], style: str) -> str:
+def targets_text(rows: Sequence[Verdict], style: str) -> str:
     """Return counts and table."""
     cells = [
-        [row.target, row.says, row.status, row.evidence or "-", row.stack or "-", _record(row), row.reason]
+        [row.target, row.says, row.status, row.shown_by or "-", row.stack or "-", _record(row), row.reason]
         for row in rows
     ]
     return f"{counts(rows)}\n\n{table_with_notes(_HEADERS, cells, style, widths=(None, 34, None, None, 14, 18, 56))}"
 
 
-def _record(row: Row) -> str:
+def _record(row: Verdict) -> str:
     """Return which record shows it, with the place where that is judged if its name does not say so."""
     if not row.record or row.record.startswith(row.place):
         return row.record or row.place or "-"
     return f"{row.place}: {row.record}"
 
 
-def _judged(results: Results) -> Iterator[Judged]:
+def _judged(results: Results) -> Iterator[Verdict]:
     targets, records, elsewhere = results.targets, results.records, results.elsewhere
     for name in results.files.scenario_names():
         run = results.run(name)
         joint = judge_jointly(run, targets, elsewhere)
         for verdict in judge_all(run, targets, elsewhere):
-            alone: Mapping[Status, Sequence[str]] = {}
+            alone = ""
             if joint is not None and verdict.is_of_scenario and verdict.target in joint.rows:
-                alone = joint.alone(verdict.target)
+                alone = by_status(joint.alone(verdict.target))
             studied = (verdict.target, verdict.stack) in elsewhere and verdict.is_of_scenario
-            yield Judged(place=name, verdict=verdict, is_registered=studied, alone=alone)
+            yield replace(verdict, place=name, is_registered=studied, alone=alone)
     for study in results.studies():
-        for verdict in judge_study(study, read_study(results.folder, study.name), targets):
-            shown = replace(verdict, record=verdict.record or f"studies/{study.name}")
-            yield Judged(place=f"study {study.name}", verdict=shown, is_registered=True)
-    for name in ladder_names(results.files.folder):
-        ladder = read_ladder_file(results.files.folder, name)
-        for verdict in judge_ladder(ladder, read_ladder(results.folder, name), targets):
-            yield Judged(place=f"study {name}", verdict=verdict, is_registered=True)
+        for verdict in judge_study(study, read_study(results.folder, study), targets):
+            record = verdict.record or f"studies/{study.name}"
+            yield replace(verdict, record=record, place=f"study {study.name}", is_registered=True)
+    for ladder in ladders(results.files.folder):
+        for verdict in judge_ladder(ladder, read_study(results.folder, ladder), targets):
+            yield replace(verdict, place=f"study {ladder.name}", is_registered=True)
     attention = read_attention(records)[-1:]
     pages = {
         "kernels": judge_kernels(newest_kernels(read_kernels(records)), targets),
@@ -103,7 +97,7 @@ def _judged(results: Results) -> Iterator[Judged]:
         "profiler": judge_profiler(records, targets),
     }
     for place, verdicts in pages.items():
-        yield from (Judged(place=place, verdict=verdict) for verdict in verdicts)
+        yield from (replace(verdict, place=place) for verdict in verdicts)
 
 
 def _pages(results: Results) -> Iterator[Page]:

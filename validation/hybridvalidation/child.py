@@ -35,7 +35,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Small models gain nothing from a second thread, and two runs on two cores do."""
 _POLL_S = 0.02
 _UNIONS: Final[Unions] = {Optimization: OPTIMIZATIONS}
-_START = "from hybridvalidation.runs.child import main; main()"
+_START = "from hybridvalidation.child import main; main()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

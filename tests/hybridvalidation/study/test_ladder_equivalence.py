@@ -8,28 +8,26 @@ import pytest
 
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count
-from hybridvalidation.judge.roll_up import Row
-from hybridvalidation.judge.verdict import Status
+from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.targets import _with_quality
-from hybridvalidation.study.ladder import quality as quality_module
-from hybridvalidation.study.ladder.equivalence import (
+from hybridvalidation.study import quality as quality_module
+from hybridvalidation.study.equivalence import (
+    Comparison,
     Finding,
-    Judged,
     extrapolate,
     holm,
-    judge_rung,
+    judge_size,
     largest_deviation,
-    last_look,
+    last_analysis,
     t_test,
     tost,
 )
-from hybridvalidation.study.ladder.order import next_runs
-from hybridvalidation.study.ladder.protocol import LadderFile, LadderRun, Made
-from hybridvalidation.study.ladder.quality import stack_quality
-from hybridvalidation.study.ladder.report import ladder_text
-from hybridvalidation.study.ladder.targets import judge_ladder
+from hybridvalidation.study.order import next_runs
+from hybridvalidation.study.protocol import LadderFile, LadderMade, LadderRun
+from hybridvalidation.study.quality import judge_ladder, stack_quality
+from hybridvalidation.study.report import study_text
 from tiny_ladders import ARMS, RUNG, finished, ladder_of
 
 SEEDS = list(range(10))
@@ -59,8 +57,8 @@ def loss_of(run: LadderRun) -> float:
     return 2.0 + 0.1 * wave(run.seed, 0) + SHIFTS[run.arm] + spread * wave(run.seed, 1)
 
 
-def judged(ladder: LadderFile, made: Made) -> dict[str, Judged]:
-    return {one.comparison.arm.name: one for one in judge_rung(ladder, made, ladder.rungs[0])}
+def judged(ladder: LadderFile, made: LadderMade) -> dict[str, Comparison]:
+    return {one.configuration.name: one for one in judge_size(ladder, made, ladder.rungs[0])}
 
 
 def test_tost_is_the_larger_of_two_one_sided_tests() -> None:
@@ -87,7 +85,7 @@ def test_verdicts_come_with_the_last_seed_and_not_before() -> None:
     ladder = ladder_of(**MORE)
     for count in (5, 49):
         made = finished(ladder, loss_of, max_runs=count)
-        missing = [one for one in judged(ladder, made).values() if not one.comparison.is_finished]
+        missing = [one for one in judged(ladder, made).values() if not one.is_finished]
         assert missing
         assert {one.finding for one in missing} == {Finding.UNFINISHED}
     first = judged(ladder, finished(ladder, loss_of, max_runs=50))
@@ -106,8 +104,8 @@ def test_a_second_look_is_for_what_the_first_leaves_open() -> None:
     assert next_runs(ladder, done) == []
     found = judged(ladder, done)
     assert found["noisy"].finding is Finding.EQUIVALENT
-    assert len(found["noisy"].comparison.pairs) == 40
-    assert len(found["near"].comparison.pairs) == 10
+    assert len(found["noisy"].pairs) == 40
+    assert len(found["near"].pairs) == 10
 
 
 def test_a_second_look_begins_with_the_arms_that_figures_wait_for() -> None:
@@ -145,7 +143,7 @@ def test_better_is_told_too_and_divergence_is_worse() -> None:
 
     found = judged(ladder, finished(ladder, loss))
     assert (found["far"].finding, found["near"].finding) == (Finding.BETTER, Finding.WORSE)
-    assert found["near"].comparison.num_diverged == 1
+    assert found["near"].num_diverged == 1
 
 
 def test_more_arms_need_more_certainty() -> None:
@@ -173,16 +171,7 @@ def test_the_largest_deviation_is_where_an_arm_of_no_difference_just_passes() ->
 def test_what_holds_says_that_its_stack_trains_worse() -> None:
     ladder = ladder_of(**MORE)
     found = judged(ladder, finished(ladder, loss_of, max_runs=50))
-    row = Row(
-        target="t",
-        says="s",
-        status=Status.HOLDS,
-        evidence="planned",
-        stack="far",
-        place="p",
-        record="r",
-        reason="It fits.",
-    )
+    row = Verdict(target="t", says="s", status=Status.HOLDS, evidence=None, value=None, stack="far", reason="It fits.")
     told = _with_quality(row, found["far"]).reason
     assert told.startswith("It fits. Executed at ")
     assert " it trains worse than vanilla: +0.0200 [" in told
@@ -195,14 +184,14 @@ def test_the_table_tells_tried_rates_and_the_second_look(tmp_path: Path) -> None
     ladder = ladder_of(**(MORE | {"rungs": [rung]}))
     losses = {0.1: 2.3, 0.2: 2.2, 0.3: 2.1}
     made = finished(ladder, lambda run: losses[run.lr] if run.seed == ladder.tuning_seed else loss_of(run), max_runs=53)
-    text = ladder_text(ladder, made, {}, tmp_path, MARKDOWN)
+    text = study_text(ladder, made, {}, tmp_path, MARKDOWN)
     assert (
         "vanilla 0.1: 2.3000, 0.2: 2.2000, 0.3: 2.1000; chosen 0.3, the end of what was tried: another may be better"
         in text
     )
     assert "| 0 of 60 " in text  # vanilla and noisy, thirty seeds each
     made = finished(ladder, lambda run: abs(run.lr - 0.2) if run.seed == ladder.tuning_seed else 2.0, max_runs=52)
-    text = ladder_text(ladder, made, {}, tmp_path, MARKDOWN)
+    text = study_text(ladder, made, {}, tmp_path, MARKDOWN)
     assert "chosen 0.2." in text
     assert " of 60 " not in text
 
@@ -211,7 +200,7 @@ def test_seeds_that_cannot_settle_it_are_told(tmp_path: Path) -> None:
     texts = []
     for more in (range(10, 40), [10]):
         ladder = ladder_of(**(MORE | {"rungs": [RUNG | {"seeds": SEEDS, "more_seeds": list(more)}]}))
-        texts.append(ladder_text(ladder, finished(ladder, loss_of, max_runs=50), {}, tmp_path, MARKDOWN))
+        texts.append(study_text(ladder, finished(ladder, loss_of, max_runs=50), {}, tmp_path, MARKDOWN))
     assert "too few, as they deviate" not in texts[0]
     assert re.search(r"with 11 seeds, too few, as they deviate now, to call equivalent noisy \(0\.\d{4}\)\.", texts[1])
 
@@ -229,14 +218,14 @@ def test_a_line_is_followed_and_its_interval_grows_with_the_distance() -> None:
         return 2.0 + exact + (0.0005 * wave(run.seed, 2) if run.arm == "mixed" else 0.0)
 
     made = finished(ladder, loss)
-    found = [last_look(ladder, made, rung, ladder.arm("mixed"), ladder.baseline) for rung in ladder.rungs]
+    found = [last_analysis(ladder, made, rung, ladder.configuration("mixed"), ladder.baseline) for rung in ladder.rungs]
     near, far = extrapolate(found, 1e5, 20.0), extrapolate(found, 1e10, 20.0)
     assert near is not None
     assert far is not None
-    assert near.terms == ("parameters", "tokens a parameter")
-    assert far.interval.high - far.interval.low > 3 * (near.interval.high - near.interval.low)
+    assert near[1] == "parameters and tokens per parameter"
+    assert far[0].high - far[0].low > 3 * (near[0].high - near[0].low)
     assert extrapolate(found[:2], 1e10, 20.0) is None, "a line through two points has no interval"
-    assert near.interval.low < fmean(found[0].differences) + 0.01
+    assert near[0].low < fmean(found[0].differences) + 0.01
 
 
 @pytest.mark.parametrize(
@@ -280,7 +269,7 @@ def test_stated_figures_are_judged_on_the_largest_finished_rung() -> None:
     (small,) = judge_ladder(ladder, finished(ladder, loss, max_runs=runs), {"kept": target})
     (large,) = judge_ladder(ladder, finished(ladder, loss), {"kept": target})
     assert (begun.status, small.status, large.status) == ("unproven", "holds", "refuted")
-    assert "0.03M parameters and 0 tokens a parameter, 3 seeds, not the stated size" in large.reason
+    assert "0.03M parameters and 0 tokens per parameter, 3 seeds, not the stated size" in large.reason
     assert "smaller ones: 0.01M parameters" in large.reason
     assert large.value == pytest.approx(100 * (0.8 - 0.01) / 0.8, abs=0.01)
 
@@ -289,12 +278,11 @@ def test_a_stack_is_told_by_the_rung_that_tells_most(tmp_path: Path, monkeypatch
     rungs = [RUNG, RUNG | {"name": "larger", "model": RUNG["model"] | {"width": 32, "ffn_width": 64}}]
     ladder = ladder_of(rungs=rungs, arms=ARMS[:2])
     files = ScenarioFiles(tmp_path)
-    monkeypatch.setattr(quality_module, "ladder_names", lambda _folder: ["tiny"])
-    monkeypatch.setattr(quality_module, "read_ladder_file", lambda _folder, _name: ladder)
+    monkeypatch.setattr(quality_module, "ladders", lambda _folder: [ladder])
     found = {}
     for runs in (0, 4, 6, 10, 12):  # of two arms and three seeds on each rung
         made = finished(ladder, lambda run: 2.0 + 0.001 * wave(run.seed, 1), max_runs=runs)
-        monkeypatch.setattr(quality_module, "read_ladder", lambda _results, _name, made=made: made)
+        monkeypatch.setattr(quality_module, "read_study", lambda _results, _ladder, made=made: made)
         found[runs] = stack_quality(files, tmp_path).get("mixed")
     assert found[0] is None  # nothing was run
     sizes = {runs: (cells[1], cells[3], cells[-1]) for runs, cells in found.items() if cells is not None}
@@ -304,6 +292,6 @@ def test_a_stack_is_told_by_the_rung_that_tells_most(tmp_path: Path, monkeypatch
     assert (sizes[6][:2], sizes[12][1]) == ((small, "3 of 3"), "3 of 3")
     assert sizes[12][0] == format_count(ladder.rungs[1].model.num_params)
     made = finished(ladder, lambda run: None if run.arm == "mixed" and run.rung == "larger" else 2.0)
-    monkeypatch.setattr(quality_module, "read_ladder", lambda _results, _name: made)
+    monkeypatch.setattr(quality_module, "read_study", lambda _results, _ladder: made)
     told = stack_quality(files, tmp_path)["mixed"]
     assert told[-3:] == ("-", "-", "worse, 3 diverged")  # no smaller rung is told in its place

@@ -10,23 +10,23 @@ from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.plan.compose import Optimization
 from hybridvalidation.records.store import read_lines
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.ladder import run as ladder_run
-from hybridvalidation.study.ladder.protocol import LadderFile, LadderRecord, ladder_names, read_ladder_file, run_key
-from hybridvalidation.study.ladder.stacks import arms_of_stacks
-from hybridvalidation.study.ladder.targets import check_ladder_targets
+from hybridvalidation.study import trials
+from hybridvalidation.study.protocol import LadderFile, LadderRecord, check_targets, ladders, run_key
+from hybridvalidation.study.runner import configurations_of_stacks
 from tiny_ladders import ARMS, RUNG, ladder_of
 
-FILES = ScenarioFiles(Path(__file__).parents[4] / "scenarios")
-NAMES = ladder_names(FILES.folder)
+FILES = ScenarioFiles(Path(__file__).parents[3] / "scenarios")
+LADDERS = ladders(FILES.folder)
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=LADDERS, ids=lambda ladder: ladder.name)
 def shipped(request: pytest.FixtureRequest) -> LadderFile:
-    return read_ladder_file(FILES.folder, request.param)
+    found: LadderFile = request.param
+    return found
 
 
 def test_a_shipped_ladder_is_sound(shipped: LadderFile) -> None:
-    check_ladder_targets(shipped, FILES.targets())
+    check_targets(shipped, FILES.targets())
     assert {stack for arm in shipped.arms for stack in arm.stacks} == set(FILES.stack_names())
     assert all(rung.tokens_per_param > 19.5 for rung in shipped.rungs)
     assert any(arm.family == "control" for arm in shipped.arms)
@@ -49,19 +49,19 @@ def fewer(optimizations: Sequence[Optimization]) -> tuple[Optimization, ...]:
 
 def test_every_stack_computes_what_its_arm_does(shipped: LadderFile, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_PROBE_STEPS", 4), ("_PROBE_WARMUP", 1)):  # one cycle of phases
-        monkeypatch.setattr(ladder_run, name, value)
+        monkeypatch.setattr(trials, name, value)
     # Four tokens a row: a matrix of the model must have 4096 elements, or its state would not be 8-bit codes.
     arms = tuple(replace(arm, optimizations=fewer(arm.optimizations)) for arm in shipped.arms)
     tiny = replace(shipped, rungs=(replace(shipped.rungs[0], seq_len=4),), arms=arms)
     stacks = [FILES.stack(name) for name in FILES.stack_names()]
     stacks = [replace(stack, optimizations=fewer(stack.optimizations)) for stack in stacks]
-    found = arms_of_stacks(tiny, stacks)
+    found = configurations_of_stacks(tiny, stacks)
     # A loss in slices of 1024 tokens is one in slices of 2048 at so few tokens: arms then share their bits too.
     for stack, arm in found.items():
-        own = shipped.arm_of(stack)
+        own = shipped.configuration_of(stack)
         assert own is not None
-        assert arm == own.name or arms_of_stacks(
-            replace(tiny, arms=(tiny.arm(own.name),)), [one for one in stacks if one.name == stack]
+        assert arm == own.name or configurations_of_stacks(
+            replace(tiny, arms=(tiny.configuration(own.name),)), [one for one in stacks if one.name == stack]
         ) == {stack: own.name}, f"{stack} is said to compute what {own.name} does; it computes what {arm} does"
 
 
@@ -99,7 +99,7 @@ def test_a_ladder_that_could_judge_nothing_is_refused(changes: dict[str, Any], s
 def test_a_target_about_something_else_is_refused() -> None:
     ladder = ladder_of(targets=[{"id": "nothing", "stacks": ["mixed"]}, {"id": "7b-24gb-vram", "stacks": ["mixed"]}])
     with pytest.raises(ConfigError) as error:
-        check_ladder_targets(ladder, FILES.targets())
+        check_targets(ladder, FILES.targets())
     assert [fault.split(";")[0] for fault in error.value.faults][
         1
     ] == "$.targets: '7b-24gb-vram' is about peak_vram_gib"

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from child_work import Numbers
-from hybridvalidation.runs.child import Child, Ended, run_side_by_side
+from hybridvalidation.child import Child, Ended, run_side_by_side
 
-SUPPORT = Path(__file__).parents[2] / "support"
+SUPPORT = Path(__file__).parents[1] / "support"
 PATIENCE_S = 60.0
 JOB = Numbers(values=(1.0, 2.5), name="a" * 200_000)
 
@@ -116,7 +116,7 @@ def test_however_the_parent_ends_its_child_does_and_leaves_no_file(tmp_path: Pat
     pid, temporary = tmp_path / "pid", tmp_path / "tmp"
     temporary.mkdir()
     program = (
-        "import signal, sys; from hybridvalidation.runs.child import Child; from child_work import Numbers; "
+        "import signal, sys; from hybridvalidation.child import Child; from child_work import Numbers; "
         "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's background jobs ignore it
         "Child('child_work:sleep', Numbers(values=(), name=sys.argv[1]), Numbers).wait()"
     )

@@ -10,28 +10,27 @@ import torch
 
 from hybridtrain.cli.main import main
 from hybridtrain.data.pinned_corpus import pinned_corpus
-from hybridtrain.errors import HybridTrainError, RecordError
+from hybridtrain.errors import RecordError
 from hybridtrain.run.environment import read_environment
+from hybridvalidation import experiment
 from hybridvalidation.records.store import append_line
-from hybridvalidation.runs.child import Ended
-from hybridvalidation.study.ladder import run as run_module
-from hybridvalidation.study.ladder import runner
-from hybridvalidation.study.ladder.order import next_runs
-from hybridvalidation.study.ladder.protocol import LadderFile, LadderRecord, LadderRun
-from hybridvalidation.study.ladder.run import (
+from hybridvalidation.study import protocol, runner
+from hybridvalidation.study.controls import nearest_rounding
+from hybridvalidation.study.order import next_runs
+from hybridvalidation.study.protocol import LadderFile, LadderRecord, LadderRun, read_study, record_path
+from hybridvalidation.study.runner import _replayed, holds, replay, replay_sentence, run_study
+from hybridvalidation.study.trials import (
     LOSSES_BEFORE_JUMP,
     FinalWeights,
-    Trial,
-    make_run,
-    nearest_rounding,
+    LadderJob,
+    LadderTrial,
     recipe_of,
+    run_ladder_job,
 )
-from hybridvalidation.study.ladder.runner import _replayed, holds, read_ladder, replay, replay_sentence, run_ladder
-from hybridvalidation.study.runner import record_path
 from inline_child import InlineChild
 from tiny_ladders import ladder_of, record_of
 
-TOML = Path(__file__).parents[4] / "scenarios"
+TOML = Path(__file__).parents[3] / "scenarios"
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +57,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "Child", InlineChild)
 
 
+def make_run(ladder: LadderFile, run: LadderRun, bases: Path | None = None) -> LadderRecord:
+    return run_ladder_job(LadderJob(ladder=ladder, run=run, bases=bases))
+
+
 def run_of(arm: str, seed: int = 0) -> LadderRun:
     return LadderRun(rung="small", arm=arm, seed=seed, lr=0.01, base_lr=0.01)
 
@@ -66,52 +69,38 @@ def outcome(record: LadderRecord) -> tuple[object, ...]:
     return record.validation_loss, record.validation_accuracy, record.train_losses, record.probe, record.jumps
 
 
-def trial_of(ladder: LadderFile, arm: str, source: FinalWeights | None = None) -> Trial:
-    found = ladder.arm(arm)
-    recipe = recipe_of(ladder, found.plan(), found.optimizer, 0.01, to_nearest=found.rounds_to_nearest)
-    return Trial(ladder.rungs[0], recipe, 0, pinned_corpus(), source)
+def trial_of(ladder: LadderFile, arm: str, source: FinalWeights | None = None) -> LadderTrial:
+    recipe = recipe_of(ladder, ladder.configuration(arm), 0.01)
+    return LadderTrial(ladder.rungs[0], recipe, 0, pinned_corpus(), source)
 
 
 @pytest.mark.usefixtures("here")
 def test_a_stopped_ladder_goes_on_where_it_was(ladder: LadderFile, tmp_path: Path) -> None:
     told: list[str] = []
-    first = run_ladder(ladder, tmp_path, jobs=1, max_runs=4, say=told.append)
+    first = run_study(ladder, tmp_path, jobs=1, max_runs=4, say=told.append)
     before = record_path(tmp_path, "tiny").read_bytes()
-    made = run_ladder(ladder, tmp_path, jobs=1, max_runs=None, say=told.append)
+    made = run_study(ladder, tmp_path, jobs=1, max_runs=None, say=told.append)
     assert record_path(tmp_path, "tiny").read_bytes().startswith(before), "records are only appended"
     assert first.items() <= made.items()
     assert next_runs(ladder, made) == []
     assert len(made) == len(ladder.arms) * 3 + 1, "the tuning seed is run where a rate is tried: of the fine-tuned arm"
-    assert read_ladder(tmp_path, "tiny") == made
+    assert read_study(tmp_path, ladder) == made
     assert all(record.validation_loss is not None for record in made.values())
     assert {record.corpus for record in made.values()} == {"sympy-1.14.0", "networkx-3.6.1"}
     assert all((record.jumps > 0) is (record.run.arm == "jumps") for record in made.values())
 
 
 def test_a_process_of_its_own_makes_the_same_run(ladder: LadderFile, tmp_path: Path) -> None:
-    (made,) = run_ladder(ladder, tmp_path, jobs=1, max_runs=1, say=lambda _: None).values()
+    (made,) = run_study(ladder, tmp_path, jobs=1, max_runs=1, say=lambda _: None).values()
     assert outcome(made) == outcome(make_run(ladder, made.run))
 
 
 @pytest.mark.usefixtures("here")
-def test_a_crash_keeps_what_was_run(ladder: LadderFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Crashing(InlineChild):
-        def poll(self) -> Ended[Any]:
-            is_second = len(read_ladder(tmp_path, "tiny")) == 1
-            return replace(self._ended, answer=None, fault="out of paper") if is_second else self._ended
-
-    monkeypatch.setattr(runner, "Child", Crashing)
-    with pytest.raises(HybridTrainError, match="out of paper; runs that ended are kept"):
-        run_ladder(ladder, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
-    assert len(read_ladder(tmp_path, "tiny")) == 1
-
-
-@pytest.mark.usefixtures("here")
 def test_runs_on_another_text_are_not_joined(ladder: LadderFile, tmp_path: Path) -> None:
-    (record,) = run_ladder(ladder, tmp_path, jobs=1, max_runs=1, say=lambda _: None).values()
+    (record,) = run_study(ladder, tmp_path, jobs=1, max_runs=1, say=lambda _: None).values()
     append_line(record_path(tmp_path, "tiny"), replace(record, corpus_digest="0123456789"))
-    with pytest.raises(RecordError, match="its runs had the texts"):
-        run_ladder(ladder, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
+    with pytest.raises(RecordError, match="its runs had the text 01234567, this machine has"):
+        run_study(ladder, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
 
 
 def test_the_control_loses_what_stochastic_rounding_keeps(ladder: LadderFile) -> None:
@@ -119,16 +108,15 @@ def test_the_control_loses_what_stochastic_rounding_keeps(ladder: LadderFile) ->
     small = replace(ladder, optimizer=replace(ladder.optimizer, weight_decay=0.0))
 
     def scales(arm_name: str) -> torch.Tensor:
-        arm = small.arm(arm_name)
-        recipe = recipe_of(small, arm.plan(), arm.optimizer, 0.001, to_nearest=arm.rounds_to_nearest)
-        trial = Trial(small.rungs[0], recipe, 0, pinned_corpus())
+        recipe = recipe_of(small, small.configuration(arm_name), 0.001)
+        trial = LadderTrial(small.rungs[0], recipe, 0, pinned_corpus())
         trial.train(20)
         named = dict(trial.trainer.model.named_unit_parameters())
         return torch.cat([value.detach().float() for name, value in named.items() if value.ndim == 1 and "norm" in name
                           and float(value.detach().float().mean()) > 0.5])  # fmt: skip
 
     assert scales("nearest").unique().tolist() == [1.0]
-    with_chance = replace(small.arm("nearest"), name="chance", rounds_to_nearest=False)
+    with_chance = replace(small.configuration("nearest"), name="chance", rounds_to_nearest=False)
     object.__setattr__(small, "arms", (*small.arms, with_chance))
     assert len(scales("chance").unique()) > 2
 
@@ -158,14 +146,14 @@ def test_fine_tuned_runs_of_a_seed_share_their_base_to_the_bit(
     ladder: LadderFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = replace(read_environment(), commit="0123456789", dirty=False)
-    monkeypatch.setattr(run_module, "read_environment", lambda: place)
+    monkeypatch.setattr(experiment, "read_environment", lambda: place)
     alone = make_run(ladder, run_of("lora"))
     trained = make_run(ladder, run_of("lora"), bases=tmp_path)
     (kept,) = tmp_path.iterdir()
     baseline = make_run(ladder, run_of("vanilla"), bases=tmp_path)
     assert list(tmp_path.iterdir()) == [kept], "the baseline's own run ends with the same weights, and is kept too"
-    begun, train = list[int](), Trial.train
-    monkeypatch.setattr(Trial, "train", lambda trial, steps: begun.append(steps) or train(trial, steps))
+    begun, train = list[int](), LadderTrial.train
+    monkeypatch.setattr(LadderTrial, "train", lambda trial, steps: begun.append(steps) or train(trial, steps))
     shared = make_run(ladder, run_of("lora"), bases=tmp_path)
     assert ladder.rungs[0].num_steps not in begun, "the base is not trained again"
     assert outcome(alone) == outcome(trained) == outcome(shared)
@@ -191,7 +179,7 @@ def test_validation_is_the_same_for_all_and_of_many_documents(ladder: LadderFile
 def test_a_replay_holds_until_the_arithmetic_changes(
     ladder: LadderFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = run_ladder(ladder, tmp_path, jobs=1, max_runs=8, say=lambda _: None)
+    made = run_study(ladder, tmp_path, jobs=1, max_runs=8, say=lambda _: None)
     done = replay(ladder, made, tmp_path, jobs=1, say=lambda _: None)
     assert {found.run.arm for found in done} == {arm.name for arm in ladder.arms}
     assert all(found.is_equal and holds(found) for found in done)
@@ -230,8 +218,6 @@ def test_behind_a_jump_only_the_same_machine_is_compared(ladder: LadderFile, arm
 def test_the_command_runs_shows_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybridvalidation.study.ladder import protocol  # noqa: PLC0415  its function is replaced
-
     folder = tmp_path / "scenarios"
     (folder / "ladders").mkdir(parents=True)
     (folder / "stacks").mkdir()
@@ -243,10 +229,10 @@ def test_the_command_runs_shows_and_reports(
     monkeypatch.setattr(protocol, "load_toml", lambda *_, **__: found)
     common = ["--scenarios", str(folder), "--results", str(tmp_path / "results")]
     assert main(["study", "tiny", "--max-runs", "9", *common]) == 0
-    assert "No rung is finished" in capsys.readouterr().out
+    assert "No model size is finished" in capsys.readouterr().out
     for words, fault in (
-        (["tiny", "--rung", "smal"], "--rung: rung 'smal' is unknown; did you mean 'small'? Known: small."),
-        (["tiny", "--forecasts"], "--forecasts: only a study has them"),
+        (["tiny", "--rung", "smal"], "--rung: model size 'smal' is unknown; did you mean 'small'? Known: small."),
+        (["tiny", "--forecasts"], "--forecasts: only a study has it"),
     ):
         assert main(["study", *words, *common]) == 2
         assert fault in capsys.readouterr().err
@@ -270,10 +256,8 @@ def test_the_command_runs_shows_and_reports(
     assert {name: Path(name).read_bytes() for name in files} == files, "report rebuilds the same bytes"
     assert main(["study", "tiny", "--verify", *common]) == 1
     out = capsys.readouterr().out
-    assert (
-        "6 of 6 records are what this program computes. Stacks that compute something else than their arm: tight."
-        in out
-    )
+    assert "6 of 6 records are what this program computes. Stacks that compute something else than" in out
+    assert "their configuration: tight." in out
     assert main(["report", "--json", *common]) == 0
     capsys.readouterr()
     assert "6 equal to the bit, 6 hold" in Path(next(name for name in files if name.endswith(".md"))).read_text()

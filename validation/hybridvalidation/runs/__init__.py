@@ -1,1 +1,0 @@
-"""What produces a record: jobs, workers, the runs themselves."""

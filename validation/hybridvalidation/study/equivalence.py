@@ -1,0 +1,249 @@
+"""Paired differences of validation loss, and what they show: equivalent, worse, better, inconclusive.
+
+Equivalence is two one-sided t tests (TOST, Schuirmann 1987) against a margin that was registered; a difference is a
+two-sided one. p-values of either are adjusted over the configurations of a family at a model size (Holm 1979), also
+those that are not finished.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import fmean, stdev
+from typing import get_args
+
+import numpy as np
+from scipy.special import stdtr, stdtrit  # Student's t: importing scipy.stats takes half a second, which fit would wait
+
+from hybridvalidation.judge.statistics import Interval, mean_interval
+from hybridvalidation.study.protocol import (
+    Configuration,
+    Family,
+    LadderFile,
+    LadderMade,
+    LadderRecord,
+    ModelSize,
+    ladder_record,
+)
+
+
+class Finding(StrEnum):
+    """What the seeds of a configuration show."""
+
+    EQUIVALENT = "equivalent"
+    WORSE = "worse"
+    BETTER = "better"
+    INCONCLUSIVE = "inconclusive"
+    UNFINISHED = "unfinished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A configuration at one model size, beside what it is compared with, seed by seed, and the verdict."""
+
+    size: ModelSize
+    configuration: Configuration
+    reference: Configuration
+    seeds: tuple[int, ...]
+    """Registered for this analysis."""
+    pairs: tuple[tuple[LadderRecord, LadderRecord], ...]
+    """Both made, of the same seed: the same first weights, the same batches. Either may have diverged."""
+    p_equivalent: float = 1.0
+    """Adjusted, as the other one; 1 where it is not finished."""
+    p_different: float = 1.0
+    finding: Finding = Finding.UNFINISHED
+
+    @property
+    def differences(self) -> list[float]:
+        """Validation loss above the reference's, nats per token, where both ended."""
+        return [
+            own.validation_loss - other.validation_loss
+            for own, other in self.pairs
+            if own.validation_loss is not None and other.validation_loss is not None
+        ]
+
+    @property
+    def num_diverged(self) -> int:
+        """Seeds at which the configuration diverged and its reference did not."""
+        return sum(own.validation_loss is None and other.validation_loss is not None for own, other in self.pairs)
+
+    @property
+    def diverged_text(self) -> str:
+        """The same as the end of a sentence, empty for none."""
+        return f", {self.num_diverged} diverged" if self.num_diverged else ""
+
+    @property
+    def scale(self) -> tuple[int, float]:
+        """Parameters, and tokens per parameter from the start; what is fine-tuned was trained on so many before."""
+        return self.size.model.num_params, self.size.tokens_per_param
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every seed was run."""
+        return len(self.pairs) == len(self.seeds)
+
+    @property
+    def interval(self) -> Interval | None:
+        """Mean difference with its 95 % confidence interval, not adjusted; None with fewer than two seeds."""
+        return mean_interval(self.differences) if len(self.differences) > 1 else None
+
+    def retention(self, level: float = 0.95) -> Interval | None:
+        """Return top-1 accuracy over the reference's in percent, as ``interval``."""
+        ratios = [
+            100 * own.validation_accuracy / other.validation_accuracy
+            for own, other in self.pairs
+            if own.validation_accuracy is not None and other.validation_accuracy
+        ]
+        return mean_interval(ratios, level) if len(ratios) > 1 else None
+
+
+def judge_size(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[Comparison]:
+    """Return a verdict for every configuration that is compared: of the first analysis that decides, else of the last.
+
+    Each of two interim analyses has half of the error rate, and adjusts over the whole family: all verdicts keep it.
+    """
+    judged = []
+    for first in _first_analysis(ladder, made, size):
+        again = [last_analysis(ladder, made, size, c.configuration, c.reference) if _is_open(c) else c for c in first]
+        judged += [b if _is_open(a) else a for a, b in zip(first, _judge(again, ladder), strict=True)]
+    return judged
+
+
+def undecided(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[Comparison]:
+    """Return the comparisons that the first interim analysis leaves inconclusive, and that have a second one."""
+    return [one for family in _first_analysis(ladder, made, size) for one in family if _is_open(one)]
+
+
+def last_analysis(
+    ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration, reference: Configuration
+) -> Comparison:
+    """Return the comparison at all seeds of both analyses if they were run, else at those of the first."""
+    second = _compare(ladder, made, size, own, reference, (*size.seeds, *size.more_seeds))
+    return second if second.is_finished else _compare(ladder, made, size, own, reference, size.seeds)
+
+
+def confidence_level(ladder: LadderFile, size: ModelSize, own: Configuration) -> float:
+    """Return the level of an interval that decides by itself."""
+    return 1 - _alpha(ladder, size, [own])
+
+
+def largest_deviation(ladder: LadderFile, size: ModelSize, num_seeds: int) -> float:
+    """Return the deviation of paired differences, in nats, above which no configuration of family stack is equivalent.
+
+    At a mean of zero, for the first one by Holm's order; each that passes lets the next spread a little more.
+    """
+    family = [own for own, _ in ladder.pairs_at(size) if own.family == "stack"]
+    if not family:
+        return 0.0
+    quantile = float(stdtrit(num_seeds - 1, _alpha(ladder, size, family) / len(family)))
+    return ladder.margin_nats * math.sqrt(num_seeds) / -quantile
+
+
+def tost(differences: Sequence[float], margin: float) -> float:
+    """Return the p-value of equivalence: the larger of two one-sided tests against the margin on either side."""
+    return max(_p_above(differences, -margin), _p_above([-value for value in differences], -margin))
+
+
+def t_test(differences: Sequence[float]) -> float:
+    """Return the p-value of a difference from zero, two-sided."""
+    return 2 * min(0.5, _p_above(differences, 0.0), _p_above([-value for value in differences], 0.0))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return adjusted p-values in the order given (Holm 1979)."""
+    order, count = np.argsort(p_values, kind="stable"), len(p_values)
+    adjusted = np.empty(count)
+    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(count, 0, -1) * np.array(p_values)[order]))
+    return list(adjusted.tolist())
+
+
+def extrapolate(
+    comparisons: Sequence[Comparison], num_params: float, tokens_per_param: float
+) -> tuple[Interval, str] | None:
+    """Return the mean difference, nats per token, far outside of all model sizes, and the terms of its line.
+
+    difference = a + b log10 parameters + c log10 tokens per parameter, by least squares over all pairs of seeds, with
+    the terms in which sizes differ; the interval is of 95 %, if the line goes on: no measurement. None where finished
+    sizes are fewer than a term each and one more: a line through all points has no interval.
+    """
+    done = [one for one in comparisons if one.is_finished and not one.num_diverged]
+    points = {one.size.name: (one.scale[0], float(f"{one.scale[1]:.2g}")) for one in done}
+    columns = [at for at in (0, 1) if len({point[at] for point in points.values()}) > 1]
+    if not columns or len(points) < len(columns) + 2:
+        return None
+
+    def row(point: tuple[float, float]) -> list[float]:
+        return [1.0, *(math.log10(point[at]) for at in columns)]
+
+    design_SF = np.array([row(points[one.size.name]) for one in done for _ in one.differences])
+    target_S = np.array([value for one in done for value in one.differences])
+    fit_F = np.linalg.lstsq(design_SF, target_S, rcond=None)[0]
+    freedom, at_F = len(target_S) - len(fit_F), np.array(row((num_params, tokens_per_param)))
+    variance = float(((target_S - design_SF @ fit_F) ** 2).sum()) / freedom
+    error = math.sqrt(variance * float(at_F @ np.linalg.inv(design_SF.T @ design_SF) @ at_F))
+    mean, half = float(at_F @ fit_F), float(stdtrit(freedom, 0.975)) * error
+    terms = " and ".join(("parameters", "tokens per parameter")[at] for at in columns)
+    return Interval(mean, mean - half, mean + half), terms
+
+
+def _compare(
+    ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration, reference: Configuration,
+    seeds: tuple[int, ...],
+) -> Comparison:  # fmt: skip
+    records = [[ladder_record(ladder, made, size, one, seed) for one in (own, reference)] for seed in seeds]
+    pairs = tuple((a, b) for a, b in records if a is not None and b is not None)
+    return Comparison(size=size, configuration=own, reference=reference, seeds=seeds, pairs=pairs)
+
+
+def _first_analysis(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[list[Comparison]]:
+    """Return the verdicts at the first seeds, a list for each family."""
+    pairs = ladder.pairs_at(size)
+    return [
+        _judge([_compare(ladder, made, size, *pair, size.seeds) for pair in pairs if pair[0].family == name], ladder)
+        for name in get_args(Family)
+    ]
+
+
+def _is_open(first: Comparison) -> bool:
+    return first.finding is Finding.INCONCLUSIVE and _has_second_analysis(first.configuration, first.size)
+
+
+def _has_second_analysis(own: Configuration, size: ModelSize) -> bool:
+    return bool(size.more_seeds) and own.family == "stack"
+
+
+def _alpha(ladder: LadderFile, size: ModelSize, family: Sequence[Configuration]) -> float:
+    """Return the error rate that one analysis of a family may have."""
+    return ladder.alpha / 2 if any(_has_second_analysis(own, size) for own in family) else ladder.alpha
+
+
+def _judge(family: Sequence[Comparison], ladder: LadderFile) -> list[Comparison]:
+    """Test those that are complete, not before the last seed nor without those that diverged."""
+    tested = [one.differences if len(one.differences) == len(one.seeds) else None for one in family]
+    equivalent = holm([1.0 if values is None else tost(values, ladder.margin_nats) for values in tested])
+    different = holm([1.0 if values is None else t_test(values) for values in tested])
+    alpha = _alpha(ladder, family[0].size, [one.configuration for one in family]) if family else 0.0
+    return [
+        replace(one, p_equivalent=p, p_different=q, finding=_finding(one, p, q, alpha))
+        for one, p, q in zip(family, equivalent, different, strict=True)
+    ]
+
+
+def _finding(comparison: Comparison, p_equivalent: float, p_different: float, alpha: float) -> Finding:
+    if not comparison.is_finished:
+        return Finding.UNFINISHED
+    if comparison.num_diverged:
+        return Finding.WORSE
+    if p_equivalent <= alpha:
+        return Finding.EQUIVALENT
+    if p_different <= alpha:
+        return Finding.WORSE if fmean(comparison.differences) > 0 else Finding.BETTER
+    return Finding.INCONCLUSIVE
+
+
+def _p_above(samples: Sequence[float], bound: float) -> float:
+    """Return the p-value of a mean above a bound (Student's t, one-sided)."""
+    distance, error = fmean(samples) - bound, stdev(samples) / math.sqrt(len(samples))
+    if error == 0:  # configurations that compute the same
+        return float(distance <= 0)
+    return float(stdtr(len(samples) - 1, -distance / error))

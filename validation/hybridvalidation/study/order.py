@@ -1,0 +1,94 @@
+"""Which runs of a study come next: stage after stage, more seeds where the first decide nothing."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hybridvalidation.study.equivalence import undecided
+from hybridvalidation.study.protocol import (
+    BASELINE,
+    Configuration,
+    LadderFile,
+    LadderMade,
+    LadderRun,
+    Made,
+    ModelSize,
+    Study,
+    StudyFile,
+    StudyRun,
+    best_run,
+    chosen,
+    ladder_run,
+    run_key,
+)
+
+
+def next_runs(study: Study, made: Mapping[str, Any], size: str | None = None) -> list[Any]:
+    """Return the missing runs of the first stage that is not finished; empty: all are made.
+
+    Args:
+        study: Of either kind.
+        made: Records by key.
+        size: Of a ladder: a model size, whose runs alone are wanted.
+    """
+    for stage in _study_stages(study, made) if isinstance(study, StudyFile) else _ladder_stages(study, made, size):
+        if missing := [run for run in stage if run_key(study, run) not in made]:
+            return list(dict.fromkeys(missing))
+    return []
+
+
+def _study_stages(study: StudyFile, made: Made) -> Iterator[list[StudyRun]]:
+    """Yield AdamW's rates, its betas at the best one, then the methods' rates with all seeds and horizons."""
+    yield study.first_rates()
+    best = best_run(study, made, study.first_rates())
+    yield [replace(best, beta1=pair.beta1, beta2=pair.beta2) for pair in study.betas]
+    best = chosen(study, made, BASELINE)
+    trials = {method.name: [replace(best, method=method.name, lr=lr) for lr in method.lrs] for method in study.methods}
+    runs = [run for tried in trials.values() for run in tried]
+    for horizon in sorted(study.horizons, key=lambda steps: steps != study.num_steps):
+        runs += [replace(best, seed=seed, num_steps=horizon) for seed in study.seeds]
+    runs += [replace(best, num_steps=horizon) for horizon in study.tuning_horizons]
+    for name, tried in trials.items():
+        if all(run_key(study, run) in made for run in tried):
+            runs += [replace(chosen(study, made, name), seed=seed) for seed in study.seeds_of(name)]
+    yield runs
+
+
+def _ladder_stages(ladder: LadderFile, made: LadderMade, only: str | None) -> Iterator[list[LadderRun]]:
+    """Yield of each model size its learning rates, the configurations that figures wait for, other rates, all seeds.
+
+    Seed comes after seed, so that a size that was begun has as many of one configuration as of any other. Its second
+    interim analysis waits for the next size's first, and has what figures wait for first.
+    """
+    for size, before in zip((*ladder.rungs, None), (None, *ladder.rungs), strict=True):
+        if size is not None and only in {None, size.name}:
+            present = ladder.configurations_at(size)
+            yield _rates(ladder, made, size, ladder.baseline) if len(size.lrs) > 1 else []
+            awaited = [own for name in ladder.first for own in present if own.name == name and not own.lrs]
+            yield [ladder_run(ladder, made, size, own, seed) for seed in size.seeds for own in awaited]
+            yield [run for own in present if own is not ladder.baseline for run in _rates(ladder, made, size, own)]
+            yield first_runs(ladder, made, size)
+        if before is not None and only in {None, before.name}:
+            yield more_runs(ladder, made, before)
+
+
+def _rates(ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration) -> list[LadderRun]:
+    return [ladder_run(ladder, made, size, own, ladder.tuning_seed, lr) for lr in ladder.rates_of(size, own)]
+
+
+def first_runs(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[LadderRun]:
+    """Return every configuration at every seed of the first interim analysis, at the rates that were chosen."""
+    return [ladder_run(ladder, made, size, own, s) for s in size.seeds for own in ladder.configurations_at(size)]
+
+
+def more_runs(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[LadderRun]:
+    """Return the runs of the second: of what the first leaves inconclusive, and of what that is compared with."""
+    pairs = [(one.configuration, one.reference) for one in undecided(ladder, made, size)]
+    awaited = [pair for pair in pairs if pair[0].name in ladder.first]
+    runs = [
+        ladder_run(ladder, made, size, own, seed)
+        for some in (awaited, pairs)
+        for seed in size.more_seeds
+        for own in dict.fromkeys(own for pair in some for own in pair)
+    ]
+    return list(dict.fromkeys(runs))
