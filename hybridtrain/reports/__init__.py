@@ -1,1 +1,1 @@
-"""The fastest stack that fits."""
+"""Answers of fit, recommend, dry-run and virtual, as text and as JSON."""

@@ -1,1 +1,1 @@
-"""From records to tables, plots, reports and files of other viewers."""
+"""From records to tables, pages and the HTML site."""

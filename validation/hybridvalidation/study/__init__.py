@@ -1,1 +1,1 @@
-"""Protocols of time to loss, registered before the first run."""
+"""Studies of quality and time to loss, by protocols registered before the first run."""
