@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import PurePath
-from typing import ClassVar, Protocol, TypeAlias, cast, get_origin, get_type_hints
+from typing import ClassVar, TypeAlias, cast, get_origin, get_type_hints
 
 from hybridtrain.config.rules import omit_if_default
 
@@ -20,12 +20,6 @@ DIGEST_LENGTH = 16
 """Hex characters kept of a SHA-256: 64 bits, so that a thousand files clash with a chance of 3e-14."""
 
 _EXACT_INTEGER = 2**53  # up to here every whole float is one integer and back
-
-
-class _Tagged(Protocol):
-    """A dataclass that is one of several kinds."""
-
-    kind: ClassVar[str]
 
 
 def encode(obj: object) -> JsonMapping:
@@ -100,7 +94,7 @@ def tag_of(cls: type) -> str | None:
     """Return the ``kind`` that a dataclass declares as ``ClassVar``, or None for an untagged one."""
     if get_origin(hints_of(cls).get("kind")) is not ClassVar:
         return None
-    return cast("_Tagged", cls).kind
+    return cast("str | None", getattr(cls, "kind", None))  # none of a base class of kinds
 
 
 def _encode_fields(obj: object, path: str, *, nulls: bool) -> JsonMapping:

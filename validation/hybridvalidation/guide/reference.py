@@ -13,7 +13,9 @@ from hybridtrain.config.decode import describe_hint
 from hybridtrain.config.encode import tag_of
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import OPTIMIZERS
+from hybridtrain.optim.optimizer import Optimizer
 from hybridtrain.optimizations import OPTIMIZATIONS
+from hybridtrain.plan.compose import Optimization
 from hybridtrain.plan.memory_plan import SETTINGS
 from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.stacks import Stack
@@ -21,6 +23,7 @@ from hybridtrain.training_file import TrainFile
 from hybridtrain.virtual_gpu.cards.card import Card
 from hybridvalidation.scenario import Scenario
 
+_OF_KINDS: Final = (Optimizer, Optimization)
 _SHARED: Final = {"active_phases": "Phases of a hybrid run in which it acts."}
 """Meanings of fields that many classes have."""
 FILES: Final[Mapping[str, type]] = {
@@ -94,7 +97,7 @@ def tables_of(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
     yield path, cls
     for name, hint in get_type_hints(cls).items():
         inner, is_array = _inner(hint)
-        if isinstance(inner, type) and is_dataclass(inner):
+        if isinstance(inner, type) and is_dataclass(inner) and inner not in _OF_KINDS:
             dotted = f"{path.strip('[]`')}.{name}".strip(".")
             yield from tables_of(inner, f"`[[{dotted}]]`" if is_array else f"`[{dotted}]`")
 
