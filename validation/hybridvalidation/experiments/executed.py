@@ -143,7 +143,7 @@ class ExecutedRun(Record):
     """Of several ranks each; peaks and steps above are then of the one that held the most, events of all."""
 
     def faults(self) -> list[str]:
-        """Return what cannot be."""
+        """Return the faults of a record of this kind."""
         return [] if self.steps else ["steps: empty; a run has at least one"]
 
     @property

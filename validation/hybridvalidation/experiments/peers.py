@@ -209,7 +209,7 @@ class Row:
     records: Mapping[Evidence, PeerRecord]
 
     def figures(self, evidence: Evidence) -> PeerFigures | None:
-        """Return what a kind of run found, None where it was not made or failed."""
+        """Return the figures of a kind of run, None where it was not made or failed."""
         record = self.records.get(evidence)
         return None if record is None or record.outcome is not Outcome.OK else record.figures
 
@@ -241,7 +241,7 @@ def read_peers(files: ScenarioFiles, only: str | None = None) -> dict[str, PeerS
 
 
 def jobs_of(scenario: PeerScenario, files: ScenarioFiles, kinds: Sequence[Evidence]) -> list[PeerJob]:
-    """Return what is run for each row that is not left out."""
+    """Return the jobs of each row that is not left out."""
     return [
         PeerJob(
             scenario=scenario.name, run=run.id, evidence=kind, card=scenario.card, host=scenario.host,

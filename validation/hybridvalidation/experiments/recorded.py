@@ -195,7 +195,7 @@ def append_planned(records: Path, record: PlannedRun) -> Path:
 
 
 def job_of(name: str, source: Source, run: RecordedRun) -> RecordedJob:
-    """Return what is asked of a child."""
+    """Return the job of a run."""
     return RecordedJob(
         source=name, run=run.id, engine=source.engine, card=source.card, common=source.common, config=run.config
     )

@@ -86,7 +86,7 @@ def read_public(scenarios: Path) -> dict[str, PublicSnapshot]:
 
 
 def blob_of(path: Path) -> str:
-    """Return what ``git hash-object`` says of a file."""
+    """Return the digest that ``git hash-object`` gives a file."""
     content = path.read_bytes()
     return sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 

@@ -26,7 +26,7 @@ def key_of(*values: Mapping[str, str]) -> str:
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return what was asked otherwise, as ``path: old -> new``, sorted by path.
+    """Return the values that differ, as ``path: old -> new``, sorted by path.
 
     >>> differences({"card.memory_mib": "16376", "host.disk_gbps": "4"}, {"card.memory_mib": "16303"})
     ['card.memory_mib: 16376 -> 16303', 'host.disk_gbps: 4 -> absent']

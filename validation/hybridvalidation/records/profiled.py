@@ -47,7 +47,7 @@ class ProfilerRecord(Record):
     evidence: Evidence = Evidence.EXECUTED
 
     def faults(self) -> list[str]:
-        """Return what cannot be."""
+        """Return the faults of a record of this kind."""
         return [] if self.cases else ["cases: empty; a run has at least one"]
 
     @property

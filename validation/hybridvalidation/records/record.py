@@ -38,7 +38,7 @@ class Record:
             raise ValueError("\n".join(faults))
 
     def faults(self) -> list[str]:
-        """Return what cannot be in a record of this kind."""
+        """Return the faults of a record of this kind."""
         return []
 
     def why_repeat(self) -> str:

@@ -121,7 +121,7 @@ def _keep_aside(path: Path, torn: bytes) -> None:
 
 
 def _torn(content: bytes) -> bytes:
-    """Return what stands behind the last newline, if it is no whole JSON value."""
+    """Return the text behind the last newline, if it is no whole JSON value."""
     last = content[content.rfind(b"\n") + 1 :]
     try:
         json.loads(last)

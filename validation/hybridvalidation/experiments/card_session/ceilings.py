@@ -43,7 +43,7 @@ def measure_ceilings(used_before_bytes: int | None) -> Ceilings:
 
 
 def _workspaces(device: torch.device) -> tuple[int, int]:
-    """Return what the first matmul of this thread keeps, and what the first of the backward thread does."""
+    """Return the bytes that the first matmul of this thread keeps, and those of the first of the backward thread."""
 
     def held() -> int:
         torch.cuda.synchronize(device)

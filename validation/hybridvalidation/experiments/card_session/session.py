@@ -67,7 +67,7 @@ def start_child(verb: Verb, job: object, limit_s: float) -> Child[Answer]:
 
 
 def answer_of(ended: Ended[Answer]) -> Answer:
-    """Return what a process found; a crash or the end of its time is an answer too."""
+    """Return the answer of a process; a crash or the end of its time is one too."""
     return ended.answer or Answer(outcome=Outcome.ERROR, message=ended.fault)
 
 

@@ -81,7 +81,7 @@ def _busy_s(events: Iterable[DeviceEvent]) -> float:
 
 
 def read_chrome_trace(path: Path) -> list[DeviceEvent]:
-    """Return what the card did according to a file of ``torch.profiler``'s ``export_chrome_trace``."""
+    """Return the events of the card in a file of ``torch.profiler``'s ``export_chrome_trace``."""
     trace = json.loads(path.read_text(encoding="utf-8"))
     return [
         DeviceEvent(str(event["name"]), str(event["cat"]), float(event["ts"]) * 1e-6, float(event["dur"]) * 1e-6)
