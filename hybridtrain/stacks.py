@@ -34,7 +34,7 @@ class Stack:
 
     name: str
     """Of commands and tables."""
-    says: str
+    description: str
     """A description in a line."""
     optimizer: str = "adamw"
     """``kind`` of the optimizer that the stack is meant for, with its default settings."""

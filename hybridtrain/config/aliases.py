@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Final
 
-OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
+OPTIONS: Final[Mapping[str, dict[str, str]]] = {
     "GradientCheckpointing": {"interval": "recompute_every", "checkpoint_interval": "recompute_every"},
     "GradAccumulation": {
         "accumulation_steps": "grad_accum_steps", "gradient_accumulation_steps": "grad_accum_steps",
@@ -13,6 +13,8 @@ OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
     "HybridConfig": {"predictor_memory_budget_mib": "predictor_budget_mib"},
 }  # fmt: skip
 """By the class that reads the table: each name and the key that it stands for, whose values it takes."""
+RENAMED: Final = {"says": "description"}
+"""Keys of before, read in every table that has the key of today."""
 KINDS: Final[Mapping[str, str]] = {
     "adamw_8bit": "int8_optimizer",
     "cpu_offload": "weight_streaming",

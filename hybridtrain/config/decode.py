@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
-from hybridtrain.config.aliases import KINDS, OPTIONS, tell_alias
+from hybridtrain.config.aliases import KINDS, OPTIONS, RENAMED, tell_alias
 from hybridtrain.config.encode import hints_of, tag_of
 from hybridtrain.errors import ConfigError, near_name
 from hybridtrain.plain_file import read_plain
@@ -217,7 +217,7 @@ class _Decoder:
     def _renamed(self, cls: type, value: Mapping[str, object], path: str) -> Mapping[str, object]:
         """Return a table with the keys of the class in place of other names for them."""
         renamed: dict[str, object] = {}
-        aliases = OPTIONS.get(cls.__name__, {})
+        aliases = OPTIONS.get(cls.__name__, {}) | (RENAMED if "description" in hints_of(cls) else {})
         for key, item in value.items():
             name = aliases.get(key, key)
             given = [other for other in value if aliases.get(other, other) == name]

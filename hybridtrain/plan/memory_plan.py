@@ -93,14 +93,14 @@ CODED: Final = frozenset({Codec.INT8_BLOCKS, Codec.NF4})
 
 
 def setting(
-    default: T, says: str, *, least: int | None = None, most: int = 2**31 - 1, codecs: tuple[Codec, ...] = (),
+    default: T, description: str, *, least: int | None = None, most: int = 2**31 - 1, codecs: tuple[Codec, ...] = (),
     placements: tuple[Placement, ...] = (), omit_if_default: bool = False,
 ) -> T:  # fmt: skip
     """Declare one field of the plan: its value in plain training, what it means, and what is allowed."""
     names = tuple(map(str, codecs))
     allowed = {"placement": tuple(map(str, placements)), "codec": names, "": names}
     limits = {"least": least, "most": most, "allowed": allowed}
-    return field(default=default, metadata={"says": says, **limits, "omit_if_default": omit_if_default})
+    return field(default=default, metadata={"description": description, **limits, "omit_if_default": omit_if_default})
 
 
 added = partial(setting, omit_if_default=True)
@@ -192,7 +192,7 @@ class Setting:
     least: int | None
     most: int
     """Of a number."""
-    says: str
+    description: str
     omit_if_default: bool
 
     def read(self, value: object) -> PlanValue:

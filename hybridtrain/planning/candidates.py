@@ -36,7 +36,7 @@ class Numerics:
     """Precision of weights and optimizer state: one level of the search."""
 
     name: str
-    says: str
+    description: str
     optimizations: tuple[Optimization, ...]
     weight_bytes: float
     """Per parameter, as streamed."""

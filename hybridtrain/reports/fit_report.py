@@ -114,8 +114,8 @@ def whole_sequences(num_tokens: int, seq_len: int) -> int:
 def stack_of(candidate: Candidate, name: str, finder: str) -> Stack:
     """Return a candidate as a stack file has it."""
     level = candidate.level
-    says = f"{level.says}; {candidate.arrangement.name}; found by {finder}"
-    return Stack(name=name, says=says, optimizer=level.optimizer, optimizations=candidate.optimizations())
+    description = f"{level.description}; {candidate.arrangement.name}; found by {finder}"
+    return Stack(name=name, description=description, optimizer=level.optimizer, optimizations=candidate.optimizations())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class FitReport:
     def _row_mapping(self, option: TrainingOption) -> dict[str, object]:
         candidate = option.candidate
         return {
-            "method": option.method, "numbers": option.name, "says": candidate.level.says, "fits": option.fits,
+            "method": option.method, "numbers": option.name, "says": candidate.level.description, "fits": option.fits,
             "verdict": self.verdict(option).value,
             "arrangement": candidate.arrangement.name, "micro_batch_size": candidate.micro_batch_size,
             "num_micro_batches": candidate.num_micro_batches, "kept_blocks": candidate.keep_last,
@@ -222,7 +222,10 @@ class FitReport:
             f"{note}\n" if (note := request.card.source_note) else "",
             tabulate(list(map(self._row, self.options)), headers=headers, tablefmt="simple", disable_numparse=True),
             "\nprecision, and what it costs in quality:",
-            *(f"  {option.name}: {option.candidate.level.says}. {self._quality(option)}" for option in self.options),
+            *(
+                f"  {option.name}: {option.candidate.level.description}. {self._quality(option)}"
+                for option in self.options
+            ),
             (
                 "\nbytes and speeds with ~ are extended from a dry run of three blocks, with ~~ by arithmetic alone; "
                 f"others are {evidence}, by a dry run of every block; times are estimated (roofline): recorded full "
@@ -434,7 +437,7 @@ class RecommendReport:
             size = f"{tried.micro_batch_size} x {tried.num_micro_batches}"
             cells = (
                 mark,
-                tried.level.says,
+                tried.level.description,
                 tried.arrangement.name,
                 size,
                 str(tried.keep_last),
@@ -457,7 +460,7 @@ class RecommendReport:
                     f"{request.tokens_per_step:,} tokens per step\n"
                 ),
                 tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True),
-                f"\nchosen: {chosen.level.says}; {chosen.arrangement.name}",
+                f"\nchosen: {chosen.level.description}; {chosen.arrangement.name}",
                 *(f"  {name.replace('_', ' ')}: {why}" for name, why in reasons(self.answer).items()),
                 (
                     f"device {to_gib(option.device_bytes):.2f} of {to_gib(request.card.memory_bytes):.2f} GiB, host "
@@ -505,10 +508,10 @@ def _precision(answer: Recommendation) -> str:
     why = "the most exact that fits" if place else "the most exact precision that is tried, and it fits"
     if gentler:
         why = f"{chosen.tokens_per_s / max(gentler):.2f} times as fast as a more exact precision that fits"
-    told = f"{chosen.level.says}: {why}"
+    told = f"{chosen.level.description}: {why}"
     for harsher in LEVELS[place + 1 : place + 2]:
         saved = (chosen.level.bytes_per_param - harsher.bytes_per_param) * answer.request.model.num_params
-        told += f"; {harsher.says} would take {format_bytes(saved)} less, on card and host together"
+        told += f"; {harsher.description} would take {format_bytes(saved)} less, on card and host together"
     return told
 
 

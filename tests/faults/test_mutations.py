@@ -132,4 +132,4 @@ def test_a_campaign_is_recorded_and_shown(tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_campaign_says_what_it_does() -> None:
     found = campaigns()
     assert "mutations" in found
-    assert all(campaign.says.endswith(".") and campaign.count > 0 for campaign in found.values())
+    assert all(campaign.description.endswith(".") and campaign.count > 0 for campaign in found.values())

@@ -19,7 +19,7 @@ from hybridvalidation.study.protocol import StudyFile, ladders
 SHIPPED = ScenarioFiles(Path(__file__).parents[2] / "scenarios")
 SCENARIO = """\
 name = "mine"
-says = "a tiny model"
+description = "a tiny model"
 stacks = ["plain", "lean"]
 model = { preset = "gpt2-small" }
 card = { name = "rtx-3090" }
@@ -53,10 +53,10 @@ NOT_OF_SCENARIOS = {
     "state-encoding-kernel-speedup", "hybrid-speedup", "hybrid-quality",
 }  # fmt: skip
 """Of the profiler; of kernels, judged by `bench`; of predictive training, judged by studies."""
-PLAIN = 'name = "plain"\nsays = "nothing on"\n'
+PLAIN = 'name = "plain"\ndescription = "nothing on"\n'
 LEAN = """\
 name = "lean"
-says = "in four pieces"
+description = "in four pieces"
 
 [[optimizations]]
 kind = "grad_accumulation"
@@ -66,7 +66,7 @@ TARGETS = """\
 [[target]]
 id = "small"
 source = ["000"]
-says = "small"
+description = "small"
 metric = "peak_vram_gib"
 direction = "max"
 value = 4.0
@@ -146,7 +146,7 @@ def test_every_figure_on_memory_is_judged_somewhere() -> None:
 def test_every_shipped_stack_composes(name: str) -> None:
     stack = SHIPPED.stack(name)
     assert stack.name == name
-    assert stack.says
+    assert stack.description
     assert set(stack.plan().phases) == set(Phase)
 
 

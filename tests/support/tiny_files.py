@@ -34,7 +34,7 @@ def scenario_file(
     names = ", ".join(f'"{name}"' for name in stacks)
     return f"""\
 name = "mine"
-says = "A tiny model"
+description = "A tiny model"
 stacks = [{names}]
 
 [model.shape]

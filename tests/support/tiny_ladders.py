@@ -21,18 +21,20 @@ RUNG: dict[str, Any] = {
 }  # fmt: skip
 ABSENT = {"kind": "mixed_precision", "master": "absent"}
 ARMS: list[dict[str, Any]] = [
-    {"name": "vanilla", "says": "plain", "stacks": ["vanilla", "checkpointing"]},
-    {"name": "mixed", "says": "bf16", "optimizations": [{"kind": "mixed_precision"}], "stacks": ["mixed"]},
-    {"name": "jumps", "says": "jumps", "family": "method", "optimizations": [{"kind": "predictor_state"}]},
-    {"name": "nearest", "says": "loses", "family": "control", "rounds_to_nearest": True, "optimizations": [ABSENT]},
-    {"name": "tuned", "says": "goes on", "family": "method", "fine_tunes": True, "lrs": [0.01]},
+    {"name": "vanilla", "description": "plain", "stacks": ["vanilla", "checkpointing"]},
+    {"name": "mixed", "description": "bf16", "optimizations": [{"kind": "mixed_precision"}], "stacks": ["mixed"]},
+    {"name": "jumps", "description": "jumps", "family": "method", "optimizations": [{"kind": "predictor_state"}]},
+    {"name": "nearest", "description": "loses", "family": "control", "rounds_to_nearest": True,
+     "optimizations": [ABSENT]},
+    {"name": "tuned", "description": "goes on", "family": "method", "fine_tunes": True, "lrs": [0.01]},
     {
-        "name": "lora", "says": "adapters", "family": "method", "fine_tunes": True, "against": "tuned",
+        "name": "lora", "description": "adapters", "family": "method", "fine_tunes": True, "against": "tuned",
         "optimizations": [{"kind": "lora", "rank": 2}, {"kind": "mixed_precision"}],
     },
 ]  # fmt: skip
 LADDER: dict[str, Any] = {
-    "name": "tiny", "says": "tiny models", "target": "all are alike", "stop_rule": "Three seeds.", "margin_nats": 0.005,
+    "name": "tiny", "description": "tiny models", "target": "all are alike",
+    "stop_rule": "Three seeds.", "margin_nats": 0.005,
     "tuning_seed": 100, "validation_batches": 2, "fine_tune_steps": 6, "optimizer": {"beta2": 0.99},
     "hybrid": {"full_steps": 4, "forecaster": "ema"}, "rungs": [RUNG], "arms": ARMS,
 }  # fmt: skip

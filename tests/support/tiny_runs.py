@@ -16,13 +16,13 @@ from tiny_models import GPT2_UNTIED
 
 PROXY = replace(GPT2_UNTIED, vocab_size=256, max_seq_len=16, num_blocks=1, width=32, num_heads=2, num_kv_heads=2)
 SCENARIO = Scenario(
-    name="mine", says="A tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),
+    name="mine", description="A tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),
     workload=BatchWorkload(batch_size=2, seq_len=8), stacks=("vanilla", "lean"),
     accuracy=AccuracySpec(
         proxy=PROXY, seeds=(0, 1, 2), num_steps=3, batch_size=2, seq_len=8, lr=1e-3, validation_batches=2
     ),
 )  # fmt: skip
-VANILLA = Stack(name="vanilla", says="nothing on")
+VANILLA = Stack(name="vanilla", description="nothing on")
 SIZES = {"weight": 5, "activation": 7}
 MEMORY = MemoryFigures(
     num_params=3, fits=False,

@@ -16,9 +16,9 @@ MODEL = {
     "family": "gpt2", "vocab_size": 256, "max_seq_len": 16, "num_blocks": 1, "width": 16, "num_heads": 2,
     "num_kv_heads": 2, "ffn_width": 32, "tied": True,
 }  # fmt: skip
-METHOD = {"name": "slow_gradient", "says": "jumps", "hybrid": {"full_steps": 2, "slow": {"beta": 0.9}}}
+METHOD = {"name": "slow_gradient", "description": "jumps", "hybrid": {"full_steps": 2, "slow": {"beta": 0.9}}}
 STUDY: dict[str, Any] = {
-    "name": "tiny", "says": "a tiny model", "target": "it gains", "stop_rule": "Three seeds.", "least_gain": 1.1,
+    "name": "tiny", "description": "a tiny model", "target": "it gains", "stop_rule": "Three seeds.", "least_gain": 1.1,
     "seq_len": 16, "batch_size": 2, "corpus_mib": 1, "validation_batches": 2, "num_steps": 12, "seeds": [0, 1, 2],
     "tuning_seed": 0, "lrs": [0.01], "horizons": [8, 12, 18], "model": MODEL,
     "optimizer": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99},

@@ -95,7 +95,7 @@ class Scenario:
 
     name: str
     """Records, tables and plots are called after it."""
-    says: str
+    description: str
     """What it is about, in a line."""
     model: ModelSpec
     card: CardSpec
@@ -199,7 +199,7 @@ class Target:
 
     id: str
     source: tuple[str, ...]
-    says: str
+    description: str
     metric: str
     direction: Literal["max", "min", "range", "equal"]
     value: float | None = None

@@ -40,10 +40,10 @@ SCENARIO = scenario_file(
     ["vanilla", "lean"], SHAPE, seq_len=8, num_steps=10, targets='\n[[targets]]\nid = "small"\nstacks = ["lean"]\n'
 )
 STACKS = {
-    "vanilla": 'name = "vanilla"\nsays = "nothing on"\n',
+    "vanilla": 'name = "vanilla"\ndescription = "nothing on"\n',
     "lean": """\
 name = "lean"
-says = "bfloat16, every block recomputed, in two pieces"
+description = "bfloat16, every block recomputed, in two pieces"
 
 [[optimizations]]
 kind = "mixed_precision"
@@ -64,7 +64,7 @@ accumulator = "bfloat16"
 }
 OFFLOADS = """\
 name = "lean"
-says = "optimizer state on the host"
+description = "optimizer state on the host"
 [[optimizations]]
 kind = "optimizer_offload"
 """
@@ -72,7 +72,7 @@ TARGETS = """\
 [[target]]
 id = "small"
 source = ["000"]
-says = "a tiny model trains in 1 GiB"
+description = "a tiny model trains in 1 GiB"
 metric = "peak_vram_gib"
 direction = "max"
 value = 1.0

@@ -11,6 +11,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.optimizations import OPTIMIZATIONS, GradAccumulation
 from hybridtrain.plan.compose import Optimization
+from hybridtrain.stacks import STACK_UNIONS, Stack
 
 UNIONS = {Optimization: OPTIMIZATIONS}
 CLASSES = {cls.__name__: cls for cls in (*OPTIMIZATIONS.values(), HybridConfig)}
@@ -80,3 +81,10 @@ def test_a_wrong_value_of_an_alias_is_told_by_the_name_of_its_option() -> None:
         read(kind="gradient_checkpointing", interval=0)
     with pytest.raises(ConfigError, match=r"recompute_every: found 'eight' \(a string\); an integer is required"):
         read(kind="gradient_checkpointing", interval="eight")
+
+
+def test_a_file_of_before_may_call_its_description_says() -> None:
+    stack = decode(Stack, {"name": "mine", "says": "as it was"}, source="stack", unions=STACK_UNIONS)
+    assert stack.description == "as it was"
+    with pytest.raises(ConfigError, match=r"description: is given 2 times, as says, description|description, says"):
+        decode(Stack, {"name": "mine", "says": "a", "description": "b"}, source="stack", unions=STACK_UNIONS)

@@ -284,7 +284,7 @@ def test_a_claim_reaches_its_cell_or_setting(path: str) -> None:
 
 @pytest.mark.parametrize("setting", list(describe_settings()), ids=lambda setting: setting.path)
 def test_a_setting_is_described_where_it_is_declared(setting: Setting) -> None:
-    assert setting.says.endswith(".") or setting.says.endswith("everything.")
+    assert setting.description.endswith(".") or setting.description.endswith("everything.")
     assert setting.default == PhasePlan().values()[setting.path]
     assert not setting.allowed or str(setting.default) in setting.allowed
     assert setting.words

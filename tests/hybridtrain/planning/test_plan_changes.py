@@ -209,7 +209,7 @@ def test_a_value_that_would_be_rounded_or_read_as_another_is_refused(path: str, 
 def test_a_dry_run_tells_changes_beside_its_savings(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
-        'name = "mine"\nsays = "mine"\n[[optimizations]]\nkind = "weight_streaming"\nmax_active_layers = 64\n'
+        'name = "mine"\ndescription = "mine"\n[[optimizations]]\nkind = "weight_streaming"\nmax_active_layers = 64\n'
         '[[optimizations]]\nkind = "gradient_checkpointing"\nrecompute_every = 64\n'
     )
     files = stack_folder(None)

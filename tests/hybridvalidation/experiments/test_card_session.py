@@ -56,12 +56,12 @@ CEILINGS = Ceilings(
     is_pinned=True, pin_gbps=3.0, context_bytes=500 * MIB, context_with_libraries_bytes=600 * MIB + 1,
     forward_workspace_bytes=32 * MIB, backward_workspace_bytes=32 * MIB,
 )  # fmt: skip
-VANILLA = Stack(name="vanilla", says="nothing on")
+VANILLA = Stack(name="vanilla", description="nothing on")
 
 
 def part(name: str = "tiny", **changes: Any) -> Part:
     plain = Part(
-        name=name, says="a small part", model="tiny", cap_gib=16, seq_len=16, num_sequences=2, stack=VANILLA,
+        name=name, description="a small part", model="tiny", cap_gib=16, seq_len=16, num_sequences=2, stack=VANILLA,
         num_steps=2, limit_s=100,
     )  # fmt: skip
     return replace(plain, **changes)
@@ -353,7 +353,7 @@ class TestPlan:
         assert found.predicted.fits
         assert len(found.predicted.steps) == 2
         assert decode(PlannedPart, json.loads(to_json(found)), source="", unions={Optimization: OPTIMIZATIONS}) == found
-        away = Stack(name="away", says="", optimizations=(OptimizerOffload(), WeightStreaming()))
+        away = Stack(name="away", description="", optimizations=(OptimizerOffload(), WeightStreaming()))
         crowded = Host(memory_gib=4 + 1e-6, reserved_gib=4)
         assert "of host memory" in plan_part(replace(job, part=part(stack=away), host=crowded)).fault
 

@@ -145,7 +145,7 @@ kind = "{kind}"
 @pytest.mark.sample(one_in=2)
 @pytest.mark.parametrize(("kind", "setting"), [("pipeline", "stages = 2"), ("zero", "stage = 2")])
 def test_each_rank_equals_its_own_dry_run(command: Command, folder: Path, kind: str, setting: str) -> None:
-    text = f'name = "parts"\nsays = "cut in two"\n{PARTS.format(kind=kind, setting=setting)}'
+    text = f'name = "parts"\ndescription = "cut in two"\n{PARTS.format(kind=kind, setting=setting)}'
     (folder / "scenarios/stacks/parts.toml").write_text(text)
     alone = command.json(*arguments("llama.toml", "parts", 8, 2))
     found = command.json(*arguments("llama.toml", "parts", 8, 2, "--world", "2"))
@@ -165,7 +165,7 @@ def test_each_rank_equals_its_own_dry_run(command: Command, folder: Path, kind: 
 
 
 def test_ranks_that_cannot_be_are_refused_before_they_start(command: Command, folder: Path) -> None:
-    text = f'name = "parts"\nsays = "three"\n{PARTS.format(kind="pipeline", setting="stages = 3")}'
+    text = f'name = "parts"\ndescription = "three"\n{PARTS.format(kind="pipeline", setting="stages = 3")}'
     (folder / "scenarios/stacks/parts.toml").write_text(text)
     assert command(*arguments("llama.toml", "parts", 8, 2, "--world", "2")) == 2
     assert "3 stages are as many ranks" in command.err

@@ -81,11 +81,11 @@ def test_the_stack_changes_the_key(kind: RunKind) -> None:
     "changes",
     [
         {"name": "other"},
-        {"says": "Other words"},
+        {"description": "Other words"},
         {"targets": (ScenarioTarget(id="t"),)},
         {"stacks": ("lean", "vanilla")},
     ],
-    ids=["name", "says", "targets", "order"],
+    ids=["name", "description", "targets", "order"],
 )
 def test_names_and_targets_do_not_change_the_key(kind: RunKind, changes: dict[str, Any]) -> None:
     assert key(kind, replace(SCENARIO, **changes)) == key(kind)
@@ -94,8 +94,8 @@ def test_names_and_targets_do_not_change_the_key(kind: RunKind, changes: dict[st
 @pytest.mark.parametrize("kind", ["dry_run", "accuracy"])
 def test_the_name_of_a_stack_and_the_order_of_its_parts_do_not_change_the_key(kind: RunKind) -> None:
     parts = (Int8Optimizer(), MixedPrecision())
-    one = Stack(name="one", says="one", optimizations=parts)
-    other = Stack(name="other", says="other", optimizations=parts[::-1])
+    one = Stack(name="one", description="one", optimizations=parts)
+    other = Stack(name="other", description="other", optimizations=parts[::-1])
     assert key(kind, stack=one) == key(kind, stack=other)
 
 

@@ -60,7 +60,7 @@ FILES = {
 [[target]]
 id = "small"
 source = ["000"]
-says = "a tiny model trains in 1 GiB"
+description = "a tiny model trains in 1 GiB"
 metric = "peak_vram_gib"
 direction = "max"
 value = 1.0
@@ -68,15 +68,15 @@ value = 1.0
 [[target]]
 id = "unknown-metric"
 source = ["000"]
-says = "it is kind"
+description = "it is kind"
 metric = "kindness_pct"
 direction = "min"
 value = 1.0
 """,
-    "stacks/vanilla.toml": 'name = "vanilla"\nsays = "nothing on"\n',
+    "stacks/vanilla.toml": 'name = "vanilla"\ndescription = "nothing on"\n',
     "stacks/lean.toml": """\
 name = "lean"
-says = "bfloat16, in two pieces"
+description = "bfloat16, in two pieces"
 
 [[optimizations]]
 kind = "mixed_precision"
@@ -292,7 +292,7 @@ def test_fresh_repeats_every_run(copied: Place, no_worker: list[Job]) -> None:
     [
         ("mine.toml", "\nseq_len = 8\n\n", "\nseq_len = 9\n\n", {"dry_run"}),
         ("mine.toml", "lr = 1e-2", "lr = 2e-2", {"accuracy"}),
-        ("mine.toml", 'says = "A tiny model"', 'says = "Other words"', set()),
+        ("mine.toml", 'description = "A tiny model"', 'description = "Other words"', set()),
         ("mine.toml", "memory_mib = 64", "memory_mib = 65", {"dry_run"}),
         ("stacks/lean.toml", "in two pieces", "in halves", set()),
     ],

@@ -24,10 +24,10 @@ from tiny_runs import MEMORY, figures
 MIB = 2**20
 SCENARIO = scenario_file(["plain", "recompute"], shape_file(num_blocks=3), seq_len=16, num_steps=3)
 STACKS = {
-    "plain": 'name = "plain"\nsays = "nothing on"\n',
+    "plain": 'name = "plain"\ndescription = "nothing on"\n',
     "recompute": """\
 name = "recompute"
-says = "every block recomputed"
+description = "every block recomputed"
 
 [[optimizations]]
 kind = "gradient_checkpointing"
@@ -239,7 +239,7 @@ def test_a_stack_that_has_another_name_is_held_to_its_record(gate: Gate) -> None
 
 def test_a_stack_that_becomes_like_another_is_held_to_its_own_record(gate: Gate) -> None:
     accept(gate)
-    Path("scenarios/stacks/recompute.toml").write_text('name = "recompute"\nsays = "nothing on any more"\n')
+    Path("scenarios/stacks/recompute.toml").write_text('name = "recompute"\ndescription = "nothing on any more"\n')
     code, out = gate()
     assert code is GateExit.REGRESSED
     assert "regressed: mine recompute: allocated, step 2" in out
@@ -345,7 +345,7 @@ def test_equal_questions_are_planned_once(gate: Gate) -> None:
     accept(gate)
     names = [f"more{number}" for number in range(4)]
     for name in names:
-        Path(f"scenarios/stacks/{name}.toml").write_text(f'name = "{name}"\nsays = "nothing on"\n')
+        Path(f"scenarios/stacks/{name}.toml").write_text(f'name = "{name}"\ndescription = "nothing on"\n')
     SCENARIO_FILE.write_text(SCENARIO.replace('"recompute"]', f'"recompute", {json.dumps(names)[1:-1]}]'))
     _, out = gate()
     assert "6 dry runs (2 different ones) of 1 scenarios" in out

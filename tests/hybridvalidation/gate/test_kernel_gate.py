@@ -48,7 +48,7 @@ def accept(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "says"),
+    ("change", "code", "description"),
     [
         ({}, GateExit.OK, ""),
         ({"spill_bytes": 64}, GateExit.REGRESSED, "B a thread spilled to memory: 0 -> 64"),
@@ -63,7 +63,7 @@ def accept(folder: Path) -> None:
 def test_every_figure_is_held_to_the_baseline(
     change: dict[str, int],
     code: GateExit,
-    says: str,
+    description: str,
     tmp_path: Path,
     compiled: Callable[[KernelResources | str], None],
 ) -> None:
@@ -72,9 +72,9 @@ def test_every_figure_is_held_to_the_baseline(
     compiled(replace(FIGURES, **change))
     findings = run(tmp_path).findings
     assert worst_exit(findings) is code
-    assert [(finding.stack, says in finding.message) for finding in findings] == [("sm_90 mine/bf16", True)] * bool(
-        says
-    )
+    assert [(finding.stack, description in finding.message) for finding in findings] == [
+        ("sm_90 mine/bf16", True)
+    ] * bool(description)
 
 
 def test_a_kernel_that_does_not_compile_is_named_and_cannot_be_accepted(

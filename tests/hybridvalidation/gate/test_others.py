@@ -74,7 +74,7 @@ def keep(packages: dict[str, str] | None = None, outcome: Outcome = Outcome.OK, 
 
 
 @pytest.mark.parametrize(
-    ("figures", "code", "says"),
+    ("figures", "code", "description"),
     [
         ({"peak": 103.0, "oom": 0.0}, GateExit.OK, "gate: ok, 1 plans of others' trainers compared"),
         ({"peak": 103.5, "oom": 0.0}, GateExit.REGRESSED, "regressed: recorded/mine a: peak: 103 -> 103.5"),
@@ -84,11 +84,15 @@ def keep(packages: dict[str, str] | None = None, outcome: Outcome = Outcome.OK, 
     ],
 )
 def test_a_figure_that_moves_is_found(
-    figures: dict[str, float], code: GateExit, says: str, now: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    figures: dict[str, float],
+    code: GateExit,
+    description: str,
+    now: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     now(**figures)
     assert main(["gate", "recorded"]) == code
-    assert says in capsys.readouterr().out
+    assert description in capsys.readouterr().out
 
 
 def test_figures_of_another_version_are_not_compared_unless_they_are_equal(

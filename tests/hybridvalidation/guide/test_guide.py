@@ -81,7 +81,7 @@ def test_a_page_has_the_rows_of_the_committed_report() -> None:
 def test_every_key_of_every_file_says_what_it_means() -> None:
     tables = {table for file in FILES.values() for _, table in tables_of(file)}
     tables |= {*OPTIMIZERS.values(), *OPTIMIZATIONS.values()}
-    assert [(cls.__name__, key.name) for cls in tables for key in keys_of(cls) if not key.says] == []
+    assert [(cls.__name__, key.name) for cls in tables for key in keys_of(cls) if not key.description] == []
     assert "`[model.shape.experts]`" in file_settings("training")
     table = settings_table(OPTIMIZATIONS["gradient_checkpointing"])
     assert re.search(r"\| `recompute_every` +\| a whole number of at least 0 +\| `8` ", table)

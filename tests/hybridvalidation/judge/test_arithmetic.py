@@ -41,13 +41,15 @@ def asked(
     name: str, *records: StackRun, preset: str = "llama-7b", parts: StatedParts | None = None, baseline: str = "vanilla"
 ) -> Metric | None:
     scenario = Scenario(
-        name="mine", says="mine", model=ModelSpec(preset=preset), card=CardSpec(name="rtx-3090"),
+        name="mine", description="mine", model=ModelSpec(preset=preset), card=CardSpec(name="rtx-3090"),
         workload=BatchWorkload(batch_size=1, seq_len=8), stacks=("vanilla", "lean"),
     )  # fmt: skip
     run = ScenarioRun(
         scenario=scenario, stacks={}, records={("dry_run", item.stack): item for item in records}, num_cached=0
     )
-    target = Target(id="stated", source=("000",), says="stated", metric=name, direction="equal", value=1.0, parts=parts)
+    target = Target(
+        id="stated", source=("000",), description="stated", metric=name, direction="equal", value=1.0, parts=parts
+    )
     return compute_metric(Case(run=run, target=target, stack="lean", baseline=baseline))
 
 

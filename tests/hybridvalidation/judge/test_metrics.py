@@ -26,7 +26,7 @@ from tiny_models import GPT2_UNTIED
 ROUNDING = 1e-12  # relative, of a few float64 operations
 T95_OF_3 = 4.303  # two-sided 95 % quantile of Student's t with 2 degrees of freedom
 SCENARIO = Scenario(
-    name="tiny", says="a tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),
+    name="tiny", description="a tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),
     workload=BatchWorkload(batch_size=1, seq_len=8), stacks=("vanilla", "lean"),
     accuracy=AccuracySpec(
         proxy=replace(GPT2_UNTIED, vocab_size=256), seeds=(0, 1, 2), num_steps=1, batch_size=1, seq_len=8,
@@ -79,7 +79,7 @@ def measured(stack: str) -> StackRun:
 
 
 def asked(run: ScenarioRun, name: str, stack: str, baseline: str = "vanilla") -> Metric | None:
-    target = Target(id="stated", source=("000",), says="stated", metric=name, direction="max", value=1.0)
+    target = Target(id="stated", source=("000",), description="stated", metric=name, direction="max", value=1.0)
     return compute_metric(Case(run=run, target=target, stack=stack, baseline=baseline))
 
 

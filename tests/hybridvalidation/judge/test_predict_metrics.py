@@ -33,7 +33,7 @@ STACKS: dict[str, tuple[Optimization, ...]] = {
 CYCLE = ["warmup", "full", "predict", "correct"]
 PHASES = """\
 name = "phases"
-says = "a tiny model"
+description = "a tiny model"
 stacks = ["plain", "cycle"]
 
 [model.shape]
@@ -53,13 +53,13 @@ name = "rtx-3090"
 batch_size = 2
 seq_len = 16
 """
-PLAIN = 'name = "plain"\nsays = "nothing on"\n'
-KEEPS = 'name = "cycle"\nsays = "keeps an average"\n\n[[optimizations]]\nkind = "predictor_state"\n'
+PLAIN = 'name = "plain"\ndescription = "nothing on"\n'
+KEEPS = 'name = "cycle"\ndescription = "keeps an average"\n\n[[optimizations]]\nkind = "predictor_state"\n'
 LEAVES = f'{KEEPS}\n[[optimizations]]\nkind = "predict_memory"\noptimizer_state = "cpu"\n'
 
 
 def target(metric: str, direction: str, value: float) -> Target:
-    return Target(id="t", source=("000",), says="-", metric=metric, direction=direction, value=value)  # type: ignore[arg-type]
+    return Target(id="t", source=("000",), description="-", metric=metric, direction=direction, value=value)  # type: ignore[arg-type]
 
 
 REDUCTION = target("predict_phase_vram_reduction_pct", "min", 10.0)
@@ -71,9 +71,14 @@ def run() -> ScenarioRun:
     card = CardSpec(name="rtx-3090")
     workload = BatchWorkload(batch_size=1, seq_len=8)
     scenario = Scenario(
-        name="tiny", says="-", model=ModelSpec(shape=GPT2_UNTIED), card=card, workload=workload, stacks=tuple(STACKS)
+        name="tiny",
+        description="-",
+        model=ModelSpec(shape=GPT2_UNTIED),
+        card=card,
+        workload=workload,
+        stacks=tuple(STACKS),
     )
-    stacks = {name: Stack(name=name, says="-", optimizations=parts) for name, parts in STACKS.items()}
+    stacks = {name: Stack(name=name, description="-", optimizations=parts) for name, parts in STACKS.items()}
     records = {
         ("dry_run", name): run_job(
             Job(

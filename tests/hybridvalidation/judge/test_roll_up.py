@@ -10,7 +10,7 @@ from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario import Target
 
 TARGETS = {
-    name: Target(id=name, source=("000",), says="s", metric="peak_vram_gib", direction="max", value=1.0)
+    name: Target(id=name, source=("000",), description="s", metric="peak_vram_gib", direction="max", value=1.0)
     for name in ("small", "fast")
 }
 
@@ -19,7 +19,7 @@ def judged(
     status: Status, place: str = "here", *, of_scenario: bool = False, registered: bool = False, known: bool = True
 ) -> Verdict:
     return Verdict(
-        target="small", says="s", stack=f"{place}-stack", status=status, reason=f"{place} says so.",
+        target="small", description="s", stack=f"{place}-stack", status=status, reason=f"{place} says so.",
         evidence=Evidence.PLANNED if known else None, value=1.0 if known else None, is_of_scenario=of_scenario,
         place=place, is_registered=registered,
     )  # fmt: skip

@@ -33,7 +33,7 @@ ACCURACY = AccuracySpec(
 
 def run_of(*targets: ScenarioTarget) -> ScenarioRun:
     scenario = Scenario(
-        name="tiny", says="a tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),
+        name="tiny", description="a tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),
         workload=BatchWorkload(batch_size=1, seq_len=8), stacks=STACKS, accuracy=ACCURACY, targets=targets,
     )  # fmt: skip
     return ScenarioRun(scenario=scenario, stacks={}, records={}, num_cached=0)
@@ -41,7 +41,7 @@ def run_of(*targets: ScenarioTarget) -> ScenarioRun:
 
 def target(direction: str = "max", metric: str = "peak_vram_gib", **bounds: float) -> Target:
     return Target(
-        id="stated", source=("000",), says="stated", metric=metric,
+        id="stated", source=("000",), description="stated", metric=metric,
         direction=direction,  # type: ignore[arg-type]
         **bounds,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -80,7 +80,7 @@ def test_a_value_is_compared_with_what_is_stated(
 ) -> None:
     found = judged_one(monkeypatch, stated, planned(value))
     assert (found.status, found.value, found.evidence) == (status, value, Evidence.PLANNED)
-    assert (found.target, found.says, found.stack) == ("stated", "stated", "lean")
+    assert (found.target, found.description, found.stack) == ("stated", "stated", "lean")
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_the_saving_grows_with_the_length_and_its_border_is_exact(record: Attent
 
 
 def test_a_saving_that_no_length_reaches_has_no_border() -> None:
-    stated = Target(id=SAVING, source=("000",), says="", metric="saving", direction="min", value=99.9999)
+    stated = Target(id=SAVING, source=("000",), description="", metric="saving", direction="min", value=99.9999)
     lengths = {point.seq_len for point in plan_attention({SAVING: stated}).points}
     assert lengths == set(attention_lengths._LENGTHS)
 

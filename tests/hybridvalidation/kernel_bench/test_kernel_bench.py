@@ -63,18 +63,18 @@ def test_a_wrong_provider_is_recorded_and_never_timed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setup", "says"),
+    ("setup", "description"),
     [
         (lambda i: lambda: (i.args[0].double() * torch.nan,), "not finite"),
         (lambda i: lambda: (i.args[0][:2] * 2,), r"shape \(2,\), expected \(4,\)"),
         (lambda i: lambda: (i.args[0] * 2, i.args[0]), "2 outputs, 1 expected"),
     ],
 )
-def test_nan_other_shapes_and_other_counts_are_wrong(setup: Setup, says: str) -> None:
+def test_nan_other_shapes_and_other_counts_are_wrong(setup: Setup, description: str) -> None:
     found = case()
     inputs = found.make_inputs(CPU)
     verdict = judge(setup(inputs)(), make_bounds(found, inputs))
-    assert re.search(says, verdict.message)
+    assert re.search(description, verdict.message)
 
 
 def test_the_bound_is_twice_the_same_dtypes_error_and_one_rounding() -> None:

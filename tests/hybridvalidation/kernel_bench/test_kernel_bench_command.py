@@ -201,7 +201,7 @@ def test_choosing_works_from_records_alone(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "description"),
     [
         (["--only", "swiglo"], "op 'swiglo' is unknown; did you mean 'swiglu'?"),
         (["--modes", "back"], "mode 'back' is unknown"),
@@ -212,11 +212,11 @@ def test_choosing_works_from_records_alone(
     ],
 )
 def test_wrong_arguments_are_one_clear_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], description: str
 ) -> None:
     assert bench(tmp_path, *arguments) == 2
     shown = capsys.readouterr()
-    assert says in shown.err
+    assert description in shown.err
     assert not shown.out
     assert not list(tmp_path.iterdir())
 

@@ -58,7 +58,7 @@ def panels(picture: Picture) -> list[Axes]:
 
 def check(picture: Picture) -> None:
     """Raise for a key or a value that plotly.js does not know, for a series without a point or a point that is none."""
-    assert picture.says
+    assert picture.description
     assert picture.evidence
     for view in page_spec(picture).values():
         text = json.dumps(view, allow_nan=False)
@@ -102,7 +102,7 @@ def test_every_mark_is_drawn(marks: tuple[str, str], is_lying: bool) -> None:
     ]  # fmt: skip
     x, y = Axis(names=() if is_lying or not has_names else names), Axis(names=names if is_lying and has_names else ())
     view = View(series=series, x=x, y=y, is_grouped=True, lines=[Line(at=1, text="l")], band=(1, 2))
-    picture = Picture(name="p", title="t", evidence="e", says="s", views={"": view})
+    picture = Picture(name="p", title="t", evidence="e", description="s", views={"": view})
     check(picture)
     assert png_of(picture).startswith(b"\x89PNG")
 
@@ -116,8 +116,8 @@ def test_bars_add_up_to_what_is_reserved_and_the_context() -> None:
     assert total == pytest.approx(expected, abs=0.0005 * len(series))
     assert [part.y for part in series] == [["lean", "vanilla"]] * len(series)  # what fits comes first
     assert series[0].opacity == [1.0, PALE]
-    assert "vanilla" in picture.says
-    assert "does not fit" in picture.says
+    assert "vanilla" in picture.description
+    assert "does not fit" in picture.description
 
 
 @pytest.mark.parametrize(("vanilla_gib", "is_cut"), [(30, False), (900, True)])
@@ -140,7 +140,7 @@ def test_host_memory_has_a_panel_of_its_own_with_its_limit() -> None:
     assert [text.get_text().strip() for text in host.texts] == ["3.0"]  # of what lies there
     assert "host memory for tensors: 4.00 GiB" in host.get_legend_handles_labels()[1]
     assert page_spec(picture)["in host memory"]["layout"]["shapes"][0]["x0"] == 4
-    assert "4.00 GiB" in picture.says
+    assert "4.00 GiB" in picture.description
 
 
 def test_blocks_add_up_to_the_peak() -> None:

@@ -30,7 +30,7 @@ from hybridvalidation.show.pages.scenario import (
 from tiny_models import GPT2_UNTIED
 
 SCENARIO = Scenario(
-    name="tiny", says="A tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),
+    name="tiny", description="A tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),
     workload=BatchWorkload(batch_size=2, seq_len=8), stacks=("vanilla", "lean"),
     accuracy=AccuracySpec(
         proxy=replace(GPT2_UNTIED, vocab_size=256), seeds=(0, 1, 2), num_steps=1, batch_size=1, seq_len=8,
@@ -216,7 +216,13 @@ def test_a_run_that_went_well_needs_no_sentence() -> None:
 def test_verdicts_are_told_with_evidence_and_reason() -> None:
     reason = "lean: 3.20 GiB meets at most 4, planned."
     small = Verdict(
-        target="small", says="s", stack="lean", status=Status.HOLDS, reason=reason, evidence=Evidence.PLANNED, value=3.2
+        target="small",
+        description="s",
+        stack="lean",
+        status=Status.HOLDS,
+        reason=reason,
+        evidence=Evidence.PLANNED,
+        value=3.2,
     )
     fast = replace(small, target="fast", status=Status.UNPROVEN, reason="no record", evidence=None, value=None)
     lines = verdict_table([small, fast], TERMINAL).splitlines()

@@ -35,7 +35,7 @@ SEEDS = list(range(10))
 
 def arm(name: str, chunk: int) -> dict[str, Any]:
     """Return an arm that is another one by the slices of its loss: two that compute the same share their runs."""
-    return {"name": name, "says": "-", "optimizations": [{"kind": "chunked_loss", "loss_chunk_tokens": chunk}]}
+    return {"name": name, "description": "-", "optimizations": [{"kind": "chunked_loss", "loss_chunk_tokens": chunk}]}
 
 
 CONTROL = ARMS[3]
@@ -171,7 +171,9 @@ def test_the_largest_deviation_is_where_an_arm_of_no_difference_just_passes() ->
 def test_what_holds_says_that_its_stack_trains_worse() -> None:
     ladder = ladder_of(**MORE)
     found = judged(ladder, finished(ladder, loss_of, max_runs=50))
-    row = Verdict(target="t", says="s", status=Status.HOLDS, evidence=None, value=None, stack="far", reason="It fits.")
+    row = Verdict(
+        target="t", description="s", status=Status.HOLDS, evidence=None, value=None, stack="far", reason="It fits."
+    )
     told = _with_quality(row, found["far"]).reason
     assert told.startswith("It fits. Executed at ")
     assert " it trains worse than vanilla: +0.0200 [" in told
@@ -233,7 +235,9 @@ def test_a_line_is_followed_and_its_interval_grows_with_the_distance() -> None:
     [(0.001, 0, "meets the bound too"), (0.08, 0.01, "does not clearly miss the bound either"), (0.1, 0, "")],
 )
 def test_a_stated_figure_is_told_beside_what_the_control_loses(lost: float, spread: float, told: str) -> None:
-    target = Target(id="kept", source=("0",), says="kept", metric="accuracy_retention_pct", direction="min", value=99.0)
+    target = Target(
+        id="kept", source=("0",), description="kept", metric="accuracy_retention_pct", direction="min", value=99.0
+    )
     stated = [{"id": "kept", "stacks": ["mixed"], "baseline": "vanilla"}]
     ladder = ladder_of(rungs=[RUNG], arms=[*ARMS[:2], CONTROL], targets=stated)
     shifts = {"vanilla": 0.0, "mixed": 0.0, CONTROL["name"]: lost}
@@ -248,7 +252,9 @@ def test_a_stated_figure_is_told_beside_what_the_control_loses(lost: float, spre
 
 @pytest.mark.parametrize(("more_seeds", "level"), [([], "95 %"), ([20, 21, 22], "97.5 %")])
 def test_a_stated_figure_takes_half_of_the_odds_where_there_is_a_second_look(more_seeds: list[int], level: str) -> None:
-    target = Target(id="kept", source=("0",), says="kept", metric="accuracy_retention_pct", direction="min", value=99.0)
+    target = Target(
+        id="kept", source=("0",), description="kept", metric="accuracy_retention_pct", direction="min", value=99.0
+    )
     stated = [{"id": "kept", "stacks": ["mixed"], "baseline": "vanilla"}]
     ladder = ladder_of(rungs=[RUNG | {"more_seeds": more_seeds}], arms=[*ARMS[:2], CONTROL], targets=stated)
     made = finished(ladder, lambda run: 2.0 + 0.01 * wave(run.seed, len(run.arm)))
@@ -257,7 +263,9 @@ def test_a_stated_figure_takes_half_of_the_odds_where_there_is_a_second_look(mor
 
 
 def test_stated_figures_are_judged_on_the_largest_finished_rung() -> None:
-    target = Target(id="kept", source=("0",), says="kept", metric="accuracy_retention_pct", direction="min", value=99.5)
+    target = Target(
+        id="kept", source=("0",), description="kept", metric="accuracy_retention_pct", direction="min", value=99.5
+    )
     rungs = [RUNG, RUNG | {"name": "larger", "model": RUNG["model"] | {"width": 32, "ffn_width": 64}}]
     ladder = ladder_of(rungs=rungs, arms=ARMS[:2], targets=[{"id": "kept", "stacks": ["mixed"], "baseline": "vanilla"}])
 

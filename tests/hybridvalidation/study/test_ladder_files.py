@@ -87,7 +87,7 @@ def faults_of(**changes: Any) -> list[str]:
         ({"fine_tune_steps": 0}, "fine_tune_steps: 0 must be at least 1"),
         ({"arms": [ARMS[0], ARMS[4] | {"lrs": []}]}, "arms: 'tuned' is compared with none and tries no rate"),
         ({"rungs": [RUNG | {"batch_size": 3}], "arms": [ARMS[0], {
-            "name": "four", "says": "-", "optimizations": [{"kind": "grad_accumulation"}],
+            "name": "four", "description": "-", "optimizations": [{"kind": "grad_accumulation"}],
         }]}, "rungs: 'small': batch_size 3 is no multiple of 4 ('four')"),
         ({"targets": [{"id": "speed", "stacks": ["tight"]}]}, "targets: "),
     ],

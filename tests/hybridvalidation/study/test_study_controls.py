@@ -30,7 +30,7 @@ def steps_of(count: int) -> list[TokenBatch]:
 
 def trained(count: int = 5) -> Trainer:
     """Return a trainer with moments and a slow average."""
-    method = StudyMethod(name="m", says="-", hybrid=CONFIG)
+    method = StudyMethod(name="m", description="-", hybrid=CONFIG)
     trainer = Trainer(GPT2_UNTIED, plan_of(method), TrainerConfig(), DirectTransfer(torch.device("cpu")))
     hybrid = HybridTrainer(trainer, CONFIG)
     batches = steps_of(count)

@@ -37,7 +37,7 @@ def test_there_are_studies() -> None:
 def test_faults_of_types_come_at_once_with_their_paths() -> None:
     faults = faults_of(
         seq_len="long", seeds=[0, 1.5, 2], bogus=1,
-        methods=[{"name": "a b", "says": "-"}, METHOD | {"role": "boss"}, METHOD | {"hybrid": {"strength": -1}}],
+        methods=[{"name": "a b", "description": "-"}, METHOD | {"role": "boss"}, METHOD | {"hybrid": {"strength": -1}}],
     )  # fmt: skip
     assert [fault.split(": ")[0] for fault in faults] == [
         "$.bogus", "$.seq_len", "$.seeds[1]", "$.methods[0]", "$.methods[1].role", "$.methods[2].hybrid"

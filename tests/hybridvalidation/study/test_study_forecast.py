@@ -31,7 +31,7 @@ LENGTH = 720
 LONG: dict[str, Any] = {
     "num_steps": LENGTH, "horizons": [600, LENGTH], "seeds": [0, 1, 2, 3],
     "schedule": {"warmup_steps": 20, "total_steps": LENGTH, "final_fraction": 0.0},
-    "methods": [METHOD, {"name": "mean", "says": "-", "control": "average", "seeds": [0]}],
+    "methods": [METHOD, {"name": "mean", "description": "-", "control": "average", "seeds": [0]}],
 }  # fmt: skip
 QUICK = ("ema", "power_law")
 STEP_CPU_S = 2.0

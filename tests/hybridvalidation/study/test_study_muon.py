@@ -12,9 +12,9 @@ from tiny_studies import METHOD, study_of
 
 METHODS: list[dict[str, Any]] = [
     METHOD,
-    {"name": "muon", "says": "orthogonalized momentum", "muon": {}},
-    {"name": "slow-muon", "says": "with less momentum", "muon": {"momentum": 0.5}},
-    {"name": "jumping", "says": "linear on top", "muon": {}, "hybrid": {"predictor": "linear", "full_steps": 3}},
+    {"name": "muon", "description": "orthogonalized momentum", "muon": {}},
+    {"name": "slow-muon", "description": "with less momentum", "muon": {"momentum": 0.5}},
+    {"name": "jumping", "description": "linear on top", "muon": {}, "hybrid": {"predictor": "linear", "full_steps": 3}},
 ]
 
 
@@ -48,4 +48,4 @@ def test_what_is_at_its_default_leaves_keys_as_they_were(study: StudyFile) -> No
 
 def test_two_optimizers_are_refused() -> None:
     with pytest.raises(ConfigError, match="muon, slow: both take AdamW's place"):
-        study_of(methods=[METHOD, {"name": "both", "says": "-", "muon": {}, "slow": {}}])
+        study_of(methods=[METHOD, {"name": "both", "description": "-", "muon": {}, "slow": {}}])

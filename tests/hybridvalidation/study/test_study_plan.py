@@ -16,7 +16,9 @@ OTHER = {"beta1": 0.9, "beta2": 0.95}
 LAST = {"beta1": 0.95, "beta2": 0.99}
 TUNED: dict[str, Any] = {
     "lrs": [0.01, 0.02, 0.04], "betas": [OTHER, LAST], "horizons": [8, 12, 18], "tuning_horizons": [24],
-    "methods": [METHOD | {"lrs": [0.005, 0.01]}, {"name": "mean", "says": "-", "control": "average", "seeds": [0]}],
+    "methods": [
+        METHOD | {"lrs": [0.005, 0.01]}, {"name": "mean", "description": "-", "control": "average", "seeds": [0]},
+    ],
 }  # fmt: skip
 RUN = StudyRun(method="slow_gradient", lr=0.01, beta1=0.9, beta2=0.99, seed=0, num_steps=12)
 
@@ -111,9 +113,10 @@ def method_key(**changes: Any) -> str:
 
 def test_what_is_only_said_does_not_change_a_key() -> None:
     same = key_of()
-    assert method_key(says="otherwise", role="upper bound", lrs=[0.5], seeds=[0, 1]) == same
+    assert method_key(description="otherwise", role="upper bound", lrs=[0.5], seeds=[0, 1]) == same
     assert (
-        key_of(name="other", says="x", target="y", stop_rule="z", remarks="r", least_gain=2.0, seeds=[0, 3, 4]) == same
+        key_of(name="other", description="x", target="y", stop_rule="z", remarks="r", least_gain=2.0, seeds=[0, 3, 4])
+        == same
     )
     assert key_of(lrs=[0.01, 0.02], horizons=[10, 12], betas=[OTHER], tuning_horizons=[40]) == same
 

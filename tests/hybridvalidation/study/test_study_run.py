@@ -30,14 +30,14 @@ TUNED: dict[str, Any] = {
         METHOD | {"lrs": [0.01, 0.02]},
         METHOD | {"name": "random", "control": "random", "seeds": [0, 1]},
         METHOD | {"name": "no-jumps", "seeds": [0], "hybrid": {"full_steps": 2, "max_predict_steps": 0.0}},
-        {"name": "mean", "says": "-", "control": "average", "seeds": [0]},
+        {"name": "mean", "description": "-", "control": "average", "seeds": [0]},
     ],
 }  # fmt: skip
 TARGETS = """\
 [[target]]
 id = "speed"
 source = ["000"]
-says = "faster"
+description = "faster"
 metric = "time_to_loss_speedup_pct"
 direction = "min"
 value = 60.0
@@ -241,7 +241,7 @@ def test_a_real_study_of_harm(tmp_path: Path, here: list[StudyRun]) -> None:
     study = study_of(
         largest_harm_pct=50.0, horizons=[12],
         methods=[
-            {"name": "adamw-nan", "says": "-", "role": "control", **nan}, METHOD,
+            {"name": "adamw-nan", "description": "-", "role": "control", **nan}, METHOD,
             METHOD | {"name": "nan", "against": "adamw-nan", **nan},
         ],
     )  # fmt: skip

@@ -25,10 +25,10 @@ WIDE = [6, 12, 48]
 HARM: dict[str, Any] = {
     "largest_harm_pct": 2.0, "horizons": [12], "target": "no harm",
     "methods": [
-        {"name": "adamw-nan", "says": "AdamW, a fault", "role": "control", "disturbance": "nan_gradients"},
-        METHOD | {"name": "mild", "says": "as it is"},
-        METHOD | {"name": "wild", "says": "much more", "lrs": [0.01, 0.02]},
-        METHOD | {"name": "nan", "says": "a fault", "disturbance": "nan_gradients", "against": "adamw-nan"},
+        {"name": "adamw-nan", "description": "AdamW, a fault", "role": "control", "disturbance": "nan_gradients"},
+        METHOD | {"name": "mild", "description": "as it is"},
+        METHOD | {"name": "wild", "description": "much more", "lrs": [0.01, 0.02]},
+        METHOD | {"name": "nan", "description": "a fault", "disturbance": "nan_gradients", "against": "adamw-nan"},
     ],
 }  # fmt: skip
 
@@ -227,7 +227,7 @@ def test_targets_that_no_study_can_judge_are_refused_together() -> None:
 
 
 def test_a_target_of_another_metric_never_counts_as_judged() -> None:
-    other = {"x": Target(id="x", source=("000",), says="-", metric="peak_vram_gib", direction="max", value=1.0)}
+    other = {"x": Target(id="x", source=("000",), description="-", metric="peak_vram_gib", direction="max", value=1.0)}
     with pytest.raises(ConfigError):
         judge_study(study_of(targets=["x"]), {}, other)
 

@@ -26,7 +26,7 @@ def run_campaign(campaign: Campaign, *, seed: int, count: int, results: Path) ->
     record = FaultRecord(
         key=campaign.name, evidence=Evidence.EXECUTED, started_at=started.isoformat(timespec="seconds"),
         duration_s=round(time.perf_counter() - begin, 1), environment=read_environment(),
-        program=program_digest(), says=campaign.says, seed=seed, counts=tally.counts,
+        program=program_digest(), says=campaign.description, seed=seed, counts=tally.counts,
         num_faults=tally.num_faults, first_faults=tuple(tally.faults),
     )  # fmt: skip
     append_faults(results / "records", record)

@@ -52,7 +52,7 @@ class Campaign:
     """One file of ``campaigns/`` holds one."""
 
     name: str
-    says: str
+    description: str
     """What is done, and what counts as survived."""
     count: int
     """Attempts of the long form."""

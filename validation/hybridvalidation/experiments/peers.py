@@ -99,7 +99,7 @@ class PeerFile:
     """``scenarios/peers/NAME.toml``. What it leaves out is that of ``scenarios/NAME.toml``, with that file's stacks."""
 
     title: str
-    says: str = ""
+    description: str = ""
     """What all rows share, and what a reader must know."""
     model: ModelSpec | None = None
     card: CardSpec | None = None
@@ -124,7 +124,7 @@ class PeerScenario:
 
     name: str
     title: str
-    says: str
+    description: str
     model: ModelSpec
     card: CardSpec
     workload: BatchWorkload
@@ -282,7 +282,8 @@ def _read(path: Path, files: ScenarioFiles) -> PeerScenario:
     model, card, workload = (getattr(file, name) or getattr(base, name) for name in ("model", "card", "workload"))
     host = file.host or (Host() if base is None else base.host)
     return PeerScenario(
-        name=path.stem, title=file.title, says=file.says, model=model, card=card, workload=workload, host=host,
+        name=path.stem, title=file.title, description=file.description, model=model, card=card, workload=workload,
+        host=host,
         runs=tuple(replace(run, precision=run.precision or file.precision) for run in runs),
     )  # fmt: skip
 

@@ -40,34 +40,36 @@ class Key:
     allowed: str
     default: str
     """As TOML; empty: it must be given."""
-    says: str
+    description: str
 
 
 def keys_of(cls: type) -> Iterator[Key]:
     """Yield every key that a table of ``cls`` may have."""
     assert is_dataclass(cls), f"{cls.__name__} is no table"
-    hints, says = get_type_hints(cls), _meanings(cls)
+    hints, description = get_type_hints(cls), _meanings(cls)
     for field in fields(cls):
         if field.init:
             declared = SETTINGS.get(field.name) if tag_of(cls) in OPTIMIZATIONS else None
             inner = _inner(hints[field.name])[0]
             table = _first_line(inner) if isinstance(inner, type) and is_dataclass(inner) else ""
-            meaning = says.get(field.name) or (declared.says if declared else _SHARED.get(field.name, table))
+            meaning = description.get(field.name) or (
+                declared.description if declared else _SHARED.get(field.name, table)
+            )
             is_number = declared is not None and declared.least is not None
             allowed = declared.words if declared and is_number else describe_hint(hints[field.name])
-            yield Key(name=field.name, allowed=allowed, default=_default(field), says=meaning)
+            yield Key(name=field.name, allowed=allowed, default=_default(field), description=meaning)
     if presets := getattr(cls, "PRESETS", None):
         told = "; ".join(
             f"{name}: {', '.join(f'{key} = {_toml(value)}' for key, value in values.items())}"
             for name, values in presets.items()
         )
-        yield Key(name="preset", allowed=f"one of {', '.join(presets)}", default="unset", says=f"{told}.")
+        yield Key(name="preset", allowed=f"one of {', '.join(presets)}", default="unset", description=f"{told}.")
 
 
 def settings_table(cls: type) -> str:
     """Return the keys of a table as Markdown; a sentence where there are none."""
     rows = [
-        [f"`{key.name}`", _cell(key.allowed), f"`{key.default}`" if key.default else "required", _cell(key.says)]
+        [f"`{key.name}`", _cell(key.allowed), f"`{key.default}`" if key.default else "required", _cell(key.description)]
         for key in keys_of(cls)
     ]
     if not rows:

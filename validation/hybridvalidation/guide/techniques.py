@@ -78,7 +78,9 @@ def example_stack(kind: str, example: str) -> tuple[tuple[Optimization, ...], Op
     Raises:
         ConfigError: the example does not have the technique, or is no stack.
     """
-    stack = decode(Stack, {"name": kind, "says": kind, **tomllib.loads(example)}, source=kind, unions=STACK_UNIONS)
+    stack = decode(
+        Stack, {"name": kind, "description": kind, **tomllib.loads(example)}, source=kind, unions=STACK_UNIONS
+    )
     for item in stack.optimizations:
         if item.kind == kind:
             return stack.optimizations, item
@@ -107,7 +109,9 @@ def _about(kind: str, stacks: Sequence[Stack]) -> list[str]:
 @cache
 def _targets(results: Results) -> list[tuple[str, str, str]]:
     rows = all_targets(results)
-    return [(row.stack, row.target, f"{row.says}: {row.status}, {row.evidence or '-'}. {row.reason}") for row in rows]
+    return [
+        (row.stack, row.target, f"{row.description}: {row.status}, {row.evidence or '-'}. {row.reason}") for row in rows
+    ]
 
 
 def _recorded(names: Sequence[str], results: Results) -> str:
@@ -146,7 +150,7 @@ def _quality(names: Sequence[str], results: Results) -> str:
             ]
             is_baseline = own is ladder.baseline
             same = "equal to the baseline to the bit" if is_baseline else "; ".join(found) or "no runs yet"
-            rows.append([stack, own.says, same])
+            rows.append([stack, own.description, same])
     if not rows:
         return ""
     shown = table(["stack", "computes", "against plain float32"], rows, MARKDOWN)

@@ -35,7 +35,7 @@ def counts(rows: Sequence[Verdict]) -> str:
         ("By a bound that what must fail meets, or does not clearly miss", sum(row.is_blunt for row in rows)),
         ("Without any of these remarks", sum(not row.has_remark for row in held)),
     )
-    also = "".join(f" {says}: {number}." for says, number in remarks if number)
+    also = "".join(f" {description}: {number}." for description, number in remarks if number)
     kinds = Counter(row.shown_by for row in held)
     by_kind = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
     of_these = f" Of those that hold, by evidence: {by_kind}.{also}" if held else ""

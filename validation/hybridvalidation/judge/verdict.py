@@ -51,7 +51,7 @@ class Verdict:
     """One target on one stack."""
 
     target: str
-    says: str
+    description: str
     stack: str
     status: Status
     reason: str
@@ -130,7 +130,8 @@ def judge_metric(
         record: File, kind and key of the record that shows it.
     """
     unknown = Verdict(
-        target=target.id, says=target.says, stack=stack, status=Status.UNPROVEN, reason=f"{stack}: {missing}.",
+        target=target.id, description=target.description, stack=stack, status=Status.UNPROVEN,
+        reason=f"{stack}: {missing}.",
         evidence=None, value=None,
     )  # fmt: skip
     if metric is None:

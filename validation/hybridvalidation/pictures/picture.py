@@ -86,7 +86,7 @@ class Picture:
     title: str
     evidence: str
     """How its figures were got, and anything else to know of them."""
-    says: str
+    description: str
     """The picture in words, for who does not see it."""
     views: Mapping[str, View]
     choice: str = ""

@@ -30,7 +30,7 @@ def kernel_pictures(results: Results) -> Mapping[str, Sequence[Picture]]:
     picture = Picture(
         name="times", title="Time of every provider", choice="op", views=views,
         evidence=f"medians of one call; {cards}",
-        says=f"{len(records)} cases of {len(views)} ops, each timed with every provider that is there.",
+        description=f"{len(records)} cases of {len(views)} ops, each timed with every provider that is there.",
     )  # fmt: skip
     return {"kernels": [picture]}
 
@@ -58,7 +58,7 @@ def attention_pictures(results: Results) -> Mapping[str, Sequence[Picture]]:
     picture = Picture(
         name="lengths", title="What one layer's attention holds, by length", choice="model", views=views,
         evidence="planned, by a dry run; both axes logarithmic",
-        says="; ".join(
+        description="; ".join(
             f"{point.model} at {point.seq_len:,} tokens: flash holds {point.saving_pct:.2f} % less" for point in points
         ),
     )  # fmt: skip

@@ -54,7 +54,8 @@ def _peak(run: ScenarioRun, stacks: Stacks) -> Picture:
         for place, view in views.items()
     )  # fmt: skip
     return Picture(
-        name="peak", title="Where the memory goes at the peak", choice="memory", says=told, views=views, is_png=True,
+        name="peak", title="Where the memory goes at the peak", choice="memory", description=told, views=views,
+        is_png=True,
         evidence="planned, by a dry run; stacks that do not fit are pale, long bars go on to the right",
     )  # fmt: skip
 
@@ -113,9 +114,10 @@ def _blocks(run: ScenarioRun, stacks: Stacks) -> Picture:
             x=Axis(names=ordered), y=Axis(title="GiB"),
         )  # fmt: skip
     return Picture(
-        name="blocks", title="On the card at the peak, block by block", evidence="planned, by a dry run",
-        says=f"{run.scenario.says}: who holds the bytes of the peak, from {ordered[0]} to {ordered[-1]}, one bar each, "
-        "for the chosen stack.",
+        name="blocks", title="On the card at the peak, block by block",
+        evidence="planned, by a dry run",
+        description=f"{run.scenario.description}: who holds the bytes of the peak, from {ordered[0]} to {ordered[-1]}, "
+        "one bar each, for the chosen stack.",
         views=views, choice="stack",
     )  # fmt: skip
 
@@ -166,7 +168,8 @@ def _timeline(run: ScenarioRun, stacks: Stacks) -> Picture | None:
         name="timeline", title="Memory through the last step", choice="stack", views=views, is_png=True,
         evidence="bytes planned, by a dry run; seconds estimated, by a roofline; of each slice of time its highest "
         "moment",
-        says="GiB allocated on the card through a step by tensor class, for the chosen stack. " + ". ".join(told),
+        description="GiB allocated on the card through a step by tensor class, for the chosen stack. "
+        + ". ".join(told),
     )  # fmt: skip
 
 
@@ -204,7 +207,7 @@ def _speed(_run: ScenarioRun, stacks: Stacks) -> Picture:
     view = View(series=series, x=Axis(title="tokens/s (estimated)"), y=Axis(names=[stack for stack, _ in ranked]))
     return Picture(
         name="speed", title="Tokens per second", evidence="estimated, by a roofline",
-        says=f"Tokens per second: {told}.", views={"": view},
+        description=f"Tokens per second: {told}.", views={"": view},
     )  # fmt: skip
 
 
@@ -225,5 +228,5 @@ def _accuracy(run: ScenarioRun) -> Picture | None:
     return Picture(
         name="accuracy", title=f"Accuracy that a small proxy keeps of {BASELINE_STACK}'s", is_png=True,
         evidence=f"executed, by training {proxy} on the CPU; bars: 95 % interval over paired seeds",
-        says=f"Top-1 accuracy in percent of {BASELINE_STACK}'s: {told}.", views={"": view},
+        description=f"Top-1 accuracy in percent of {BASELINE_STACK}'s: {told}.", views={"": view},
     )  # fmt: skip

@@ -36,7 +36,7 @@ Points = Sequence[tuple[float, Sequence[float]]]
 """Places with the values of all seeds."""
 
 
-def pictures_of(study: Study, made: Mapping[str, Any], says: str) -> list[Picture]:
+def pictures_of(study: Study, made: Mapping[str, Any], description: str) -> list[Picture]:
     """Return every picture of a study that shows something; ``says`` is its verdict in a sentence."""
     if isinstance(study, LadderFile):
         drawn = [_differences(study, made)]
@@ -47,7 +47,7 @@ def pictures_of(study: Study, made: Mapping[str, Any], says: str) -> list[Pictur
     else:
         drawn = [draw(study, made) for draw in (_factors, _horizons, _costs, _rates)]
     shown = [picture for picture in drawn if any(view.series for view in picture.views.values())]
-    return [replace(picture, says=says) for picture in shown]
+    return [replace(picture, description=description) for picture in shown]
 
 
 def _factors(study: StudyFile, made: Made) -> Picture:
@@ -149,7 +149,7 @@ def _differences(ladder: LadderFile, made: LadderMade) -> Picture:
     return Picture(
         name=f"study-{ladder.name}", title="Loss of every configuration beside the one it is compared with",
         evidence=f"{_HOW}, not adjusted; band: registered equivalence margin of {margin:g} nats", choice="model size",
-        views=views, says="",
+        views=views, description="",
     )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def _picture(
     name: str, title: str, evidence: str, series: Sequence[Series], x: Axis, y: Axis, *, lines: Sequence[Line] = ()
 ) -> Picture:
     view = View(series=series, x=x, y=y, lines=lines)
-    return Picture(name=name, title=title, evidence=evidence, says="", views={"": view})
+    return Picture(name=name, title=title, evidence=evidence, description="", views={"": view})
 
 
 def _mean_line(name: str, points: Points, color: str) -> list[Series]:

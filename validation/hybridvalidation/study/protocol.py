@@ -67,7 +67,7 @@ class Protocol:
     """What every study registers."""
 
     name: str
-    says: str
+    description: str
     target: str
     """The claim that is judged."""
     stop_rule: str
@@ -89,7 +89,7 @@ class StudyMethod:
     """One way to train, told apart from AdamW."""
 
     name: str
-    says: str
+    description: str
     role: Literal["method", "upper bound", "control"] = "method"
     slow: SlowMomentum | None = None
     """AdEMAMix: the slow average moves the weights in every step."""
@@ -278,7 +278,7 @@ class StudyFile(Protocol):
         if self.corpus != "embedded":
             parts.append(self.corpus)
         if (method := self.method(run.method)) is not None:
-            parts.append(replace(method, says="", role="method", lrs=(), seeds=(), against=BASELINE))
+            parts.append(replace(method, description="", role="method", lrs=(), seeds=(), against=BASELINE))
         return parts
 
 
@@ -352,7 +352,7 @@ class Configuration:
     """One way to train, by what it computes: where things live is left out, it changes no bit. An arm."""
 
     name: str
-    says: str
+    description: str
     family: Family = "stack"
     optimizations: tuple[Optimization, ...] = ()
     optimizer: str = "adamw"
@@ -560,8 +560,8 @@ class LadderFile(Protocol):
         size, own = self.size(run.rung), self.configuration(run.arm)
         parts: list[object] = [
             replace(size, lrs=(0.0,), seeds=(0, 1, 2), more_seeds=(), arms=()),
-            replace(own, name="any", says="", family="stack", lrs=(), against="", stacks=()), replace(run, arm="any"),
-            self.optimizer, self.validation_batches,
+            replace(own, name="any", description="", family="stack", lrs=(), against="", stacks=()),
+            replace(run, arm="any"), self.optimizer, self.validation_batches,
         ]  # fmt: skip
         if own.jumps:
             parts.append(self.hybrid)
@@ -620,8 +620,8 @@ def run_key(study: Study, run: Any) -> str:
     return sha256("\n".join(map(settings_text, study.key_parts(run))).encode()).hexdigest()[:16]
 
 
-_FIRST_NAMES = {"ModelSize": "Rung", "Configuration": "Arm"}
-"""Of classes when the first runs were made: keys keep them."""
+_FIRST_NAMES = {"ModelSize": "Rung", "Configuration": "Arm", "description": "says"}
+"""Of classes and fields when the first runs were made: keys keep them."""
 
 
 def settings_text(part: object) -> str:
@@ -635,7 +635,7 @@ def settings_text(part: object) -> str:
         value = getattr(part, item.name)
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         if value != default:
-            told.append(f"{item.name}={settings_text(value)}")
+            told.append(f"{_FIRST_NAMES.get(item.name, item.name)}={settings_text(value)}")
     name = type(part).__name__
     return f"{_FIRST_NAMES.get(name, name)}({', '.join(told)})"
 

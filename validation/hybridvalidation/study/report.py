@@ -133,7 +133,7 @@ def write_study(study: Study, made: Mapping[str, Any], targets: Mapping[str, Tar
     if isinstance(study, StudyFile):
         title = "Time to loss" if study.largest_harm_pct is None else "Harm"
     parts = [
-        f"# {title}: {study.says}", study_text(study, made, targets, results, MARKDOWN),
+        f"# {title}: {study.description}", study_text(study, made, targets, results, MARKDOWN),
         made_by(("", record) for record in made.values()), "## Pictures",
         "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots),
     ]  # fmt: skip
@@ -330,7 +330,8 @@ def _harm_row(harm: Harm, largest_pct: float) -> list[str]:
         *(f"{pick(percents):+.2f}" if percents else "-" for pick in (fmean, max)),
         "yes" if harm.keeps(largest_pct) else "NO",
         *(_cell(fmean(some) if some else None, "stopped") for some in ended),
-        f"{fmean(record.jumps for record in own):,.0f}", str(sum(record.rollbacks for record in own)), harm.method.says,
+        f"{fmean(record.jumps for record in own):,.0f}", str(sum(record.rollbacks for record in own)),
+        harm.method.description,
     ]  # fmt: skip
 
 
@@ -481,8 +482,8 @@ def _extrapolations(ladder: LadderFile, made: LadderMade) -> str:
 
 
 def _shares(ladder: LadderFile, style: str) -> str:
-    rows = [[stack, own.name, own.says] for own in ladder.arms for stack in sorted(own.stacks)]
-    rows += [[f"({own.family})", own.name, own.says] for own in ladder.arms if not own.stacks]
+    rows = [[stack, own.name, own.description] for own in ladder.arms for stack in sorted(own.stacks)]
+    rows += [[f"({own.family})", own.name, own.description] for own in ladder.arms if not own.stacks]
     return table(["stack", "shares the runs of", "which computes"], rows, style)
 
 

@@ -131,7 +131,7 @@ class StudyTrial(Trial):
 
     def __init__(self, study: StudyFile, run: StudyRun, corpus: Corpus) -> None:
         self._study, self._run = study, run
-        method = study.method(run.method) or StudyMethod(name="plain", says="")
+        method = study.method(run.method) or StudyMethod(name="plain", description="")
         adamw = replace(study.optimizer, lr=run.lr * method.lr_factor, beta1=run.beta1, beta2=run.beta2)
         schedule = replace(study.schedule, total_steps=run.num_steps)
         config = TrainerConfig(optimizer=_optimizer_of(method, adamw), schedule=schedule, seed=run.seed)

@@ -68,7 +68,7 @@ def _found(states: Path, older: str, told: str) -> tuple[str, str]:
 
 FLIPS: Final = Campaign(
     name="flips",
-    says=(
+    description=(
         "The newest of two saved states of each kind of run gets one flipped bit (three in four) or a page of 4 KiB of "
         "zeros, anywhere in its files. Survived: it is told as damaged, and the state before is taken."
     ),

@@ -83,7 +83,7 @@ def _once(run: Run, draw: random.Random, largest: int, wanted: tuple[object, ...
 
 FULL_DISK: Final = Campaign(
     name="full-disk",
-    says=(
+    description=(
         "Runs of each kind on a disk that takes files up to a random size (RLIMIT_FSIZE), or whose fsync fails with "
         "EIO or ENOSPC from a random call on. Survived: the run ends with a sentence, and resumed on a sound disk it "
         "ends with the unbroken run's tensors and losses, to the bit, and no leftovers."

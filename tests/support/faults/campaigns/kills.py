@@ -94,7 +94,7 @@ def _once(run: Run, draw: random.Random, seconds: float, num_touches: int, tally
 
 KILLS: Final = Campaign(
     name="kills",
-    says=(
+    description=(
         "Runs of each kind are killed (SIGKILL) up to eight times, half of the time at a random moment, half of the "
         f"time at a random touch of their saved states, and resumed. States are saved every {SAVE_EVERY} steps, beside "
         "the steps that follow. Survived: no saved step is lost, and of others no more than were done since the save "

@@ -80,7 +80,7 @@ def _once(run: Run, name: str, num_bytes: int, wanted: tuple[object, ...]) -> tu
 
 MEMORY_LIMITS: Final = Campaign(
     name="memory-limits",
-    says=(
+    description=(
         "Runs of each kind, by the command, whose process may take no more address space, or data (RLIMIT_AS, "
         "RLIMIT_DATA), than it holds and a random part of what a run takes beside. Survived: the run ends with a "
         "sentence, without traceback, signal or hang, and resumed without the limit it ends with the unbroken run's "

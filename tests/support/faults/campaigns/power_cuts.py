@@ -53,7 +53,7 @@ def _resumed(run: Run, is_saved: bool, wanted: tuple[object, ...], told: str) ->
 
 POWER_CUTS: Final = Campaign(
     name="power-cuts",
-    says=(
+    description=(
         "What a run of each kind does to its folder is recorded: files and names made, moved and removed, and what is "
         "waited for (fsync). Images of the disk are made after a random act: what was waited for is there, of all else "
         "any part. Survived: a state that was saved is there, and the run goes on from it to the unbroken run's "

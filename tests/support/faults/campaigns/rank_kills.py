@@ -289,7 +289,7 @@ def _num_broken(tally: Tally) -> int:
 
 RANK_KILLS: Final = Campaign(
     name="rank-kills",
-    says=(
+    description=(
         f"Runs on {' and '.join(map(str, _WORLDS))} ranks (gloo), started by the command in the environment that "
         f"torchrun makes, lose one rank up to {_MOST_KILLS} times: it is killed (SIGKILL), or stands still (SIGSTOP) "
         f"{_STAND_STILL:.0%} of the times, at a random moment, a random touch of saved states or a random collective; "

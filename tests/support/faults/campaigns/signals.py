@@ -122,7 +122,7 @@ def _of(run: Run) -> str:
 
 SIGNALS: Final = Campaign(
     name="signals",
-    says=(
+    description=(
         "Runs of each kind, by the command, get SIGINT or SIGTERM up to four times, half of the time at a random "
         "moment, half of the time at a random touch of their saved states; a third of the time a second one within "
         f"{_LONGEST_PAUSE_S:g} s. Survived: one that comes in training ends the run after its step, which is saved, "

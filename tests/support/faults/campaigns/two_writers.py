@@ -78,7 +78,7 @@ def _write(order: Order) -> Tally:
 
 TWO_WRITERS: Final = Campaign(
     name="two-writers",
-    says=(
+    description=(
         "Three processes append twenty records each to one file; a second run begins in the folder of one at work. "
         "Survived: every line is there whole; one of the runs goes to its end with the unbroken run's tensors and "
         "losses, to the bit, and the other is told, or comes after it."

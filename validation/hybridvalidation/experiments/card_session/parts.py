@@ -41,7 +41,7 @@ class Part:
     """One model trained under one cap."""
 
     name: str
-    says: str
+    description: str
     model: str
     cap_gib: int
     seq_len: int
@@ -121,7 +121,7 @@ def time_limit(part: Part, *, step_s: float, host_bytes: int, remaining_s: float
 
 def _recommended(name: str, model: str, cap_gib: int, *, limit_s: float, profiles: bool = False) -> Part:
     return Part(
-        name=name, says=f"{model} under {cap_gib} GiB, the stack that recommend finds, 131,072 tokens a step",
+        name=name, description=f"{model} under {cap_gib} GiB, the stack that recommend finds, 131,072 tokens a step",
         model=model, cap_gib=cap_gib, seq_len=2048, num_sequences=64, limit_s=limit_s, profiles=profiles,
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def _recommended(name: str, model: str, cap_gib: int, *, limit_s: float, profile
 def _largest(name: str, *, micro_batch_size: int, num_micro_batches: int, num_steps: int, limit_s: float) -> Part:
     stack = Stack(
         name="int8-factored-fused",
-        says="8-bit weights on the host, factored state, each block updated within its backward visit",
+        description="8-bit weights on the host, factored state, each block updated within its backward visit",
         optimizer="adafactor",
         optimizations=(
             MixedPrecision(master="absent"),
@@ -144,7 +144,7 @@ def _largest(name: str, *, micro_batch_size: int, num_micro_batches: int, num_st
     )
     sequences = micro_batch_size * num_micro_batches
     return Part(
-        name=name, says=f"llama-50b under 24 GiB, 110 GiB of host memory, {2048 * sequences:,} tokens a step",
+        name=name, description=f"llama-50b under 24 GiB, 110 GiB of host memory, {2048 * sequences:,} tokens a step",
         model="llama-50b", cap_gib=24, seq_len=2048, num_sequences=sequences, stack=stack, num_steps=num_steps,
         host_gib=110, limit_s=limit_s,
     )  # fmt: skip
@@ -158,6 +158,7 @@ def _pairs(stacks: Sequence[Stack]) -> Iterator[Part]:
             for name in PAIR_STACKS:
                 if name in by_name:
                     yield Part(
-                        name=f"{model}/{name}/{cap_gib}", says=f"{model} under {cap_gib} GiB with {name}", model=model,
+                        name=f"{model}/{name}/{cap_gib}", description=f"{model} under {cap_gib} GiB with {name}",
+                        model=model,
                         cap_gib=cap_gib, seq_len=512, num_sequences=4, stack=by_name[name], num_steps=4, limit_s=60,
                     )  # fmt: skip

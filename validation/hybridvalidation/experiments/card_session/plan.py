@@ -75,9 +75,12 @@ def plan_part(job: PlanJob) -> PlannedPart:
     if stack is None:
         request = FitRequest(model, job.card, job.host, part.seq_len, part.num_sequences)
         candidate = recommend(request, lambda _: None, free_share=0.0).chosen  # the cap is exact
-        says = f"{candidate.level.says}; {candidate.arrangement.name}"
+        description = f"{candidate.level.description}; {candidate.arrangement.name}"
         stack = Stack(
-            name="recommended", says=says, optimizer=candidate.level.optimizer, optimizations=candidate.optimizations()
+            name="recommended",
+            description=description,
+            optimizer=candidate.level.optimizer,
+            optimizations=candidate.optimizations(),
         )
     plan = stack.plan()
     accum_steps = plan.for_phase(Phase.FULL).grad_accum_steps

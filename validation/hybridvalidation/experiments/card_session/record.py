@@ -117,7 +117,7 @@ class Training:
     model: str
     num_params: int
     stack: str
-    says: str
+    description: str
     plan: Mapping[str, str]
     cap_bytes: int
     """Of the card, CUDA context included."""
@@ -144,7 +144,7 @@ class EvidenceRecord(Record):
     """One part."""
 
     part: str
-    says: str
+    description: str
     evidence: Evidence = Evidence.MEASURED
     card: str
     """Name of the CUDA card."""

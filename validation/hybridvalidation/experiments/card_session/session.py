@@ -179,7 +179,7 @@ class EvidenceRun:
         if planned.fault or refusal:
             return self._skip(part, planned.fault or refusal, planned)
         session, header = self._session, begin_header()
-        session.say(f"{part.name}: {part.says}")
+        session.say(f"{part.name}: {part.description}")
         used = session.used_bytes()
         job = TrainJob(
             part=part, planned=planned, cap_bytes=effective_cap(part, session.total_bytes, self._others_bytes),
@@ -188,18 +188,21 @@ class EvidenceRun:
         )  # fmt: skip
         answer = self._finish(self._start("train", job, limit_s))
         training = _training(part, planned, job.cap_bytes, answer)
-        return self._record(part.name, part.says, answer, header(), others_bytes=used or 0, training=training)
+        return self._record(part.name, part.description, answer, header(), others_bytes=used or 0, training=training)
 
     def _skip(self, part: Part, reason: str, planned: PlannedPart | None = None) -> EvidenceRecord:
         cap = effective_cap(part, self._session.total_bytes, self._others_bytes)
         training = None if planned is None else _training(part, planned, cap, Answer())
         answer = Answer(outcome=Outcome.SKIPPED, message=reason)
-        return self._record(part.name, part.says, answer, begin_header()(), training=training)
+        return self._record(part.name, part.description, answer, begin_header()(), training=training)
 
-    def _record(self, part: str, says: str, answer: Answer, header: dict[str, Any], **found: Any) -> EvidenceRecord:
+    def _record(
+        self, part: str, description: str, answer: Answer, header: dict[str, Any], **found: Any
+    ) -> EvidenceRecord:
         found = {"others_bytes": self._others_bytes} | found
         return EvidenceRecord(
-            part=part, key=_key(part, self._session.card), says=says, outcome=answer.outcome, message=answer.message,
+            part=part, key=_key(part, self._session.card), description=description, outcome=answer.outcome,
+            message=answer.message,
             card=self._session.card, **header, **found,
         )  # fmt: skip
 
@@ -225,7 +228,8 @@ def _key(part: str, card: str) -> str:
 
 def _training(part: Part, planned: PlannedPart, cap_bytes: int, answer: Answer) -> Training:
     return Training(
-        model=part.model, num_params=planned.num_params, stack=planned.stack.name, says=planned.stack.says,
+        model=part.model, num_params=planned.num_params, stack=planned.stack.name,
+        description=planned.stack.description,
         plan=planned.plan, cap_bytes=cap_bytes, micro_batch_size=planned.micro_batch_size, seq_len=part.seq_len,
         accum_steps=planned.accum_steps, predicted=planned.predicted, measured=answer.measured,
     )  # fmt: skip

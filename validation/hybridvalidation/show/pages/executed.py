@@ -103,7 +103,7 @@ def _picture(runs: Sequence[ExecutedRun]) -> Picture:
     return Picture(
         name="executed", title="Planned and executed, most bytes at once", choice="tier", views=views,
         evidence="executed: trained with real arithmetic on the CPU, bytes counted; planned: by a dry run",
-        says=f"{equal} of {len(runs)} executed runs held what was planned, event by event.",
+        description=f"{equal} of {len(runs)} executed runs held what was planned, event by event.",
     )  # fmt: skip
 
 

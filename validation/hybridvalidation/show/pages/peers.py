@@ -65,7 +65,8 @@ def peers_text(scenario: PeerScenario, rows: Sequence[Row], spread: str = "") ->
     trained = _TRAINED if any(Evidence.EXECUTED in row.records for row in rows) else ""
     how = " ".join(part for part in (_HOW, spread, trained) if part)
     parts = [
-        f"# {scenario.title}", facts, scenario.says.strip(), peer_table(rows, MARKDOWN), how, versions, made_by(made),
+        f"# {scenario.title}", facts, scenario.description.strip(), peer_table(rows, MARKDOWN), how, versions,
+        made_by(made),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
@@ -83,14 +84,14 @@ def _pictures(scenario: PeerScenario, rows: Sequence[Row]) -> list[Picture]:
     memory = Picture(
         name="memory", title="Peak memory of every recipe", choice="memory",
         evidence="planned, on the virtual card; recipes that do not fit are pale",
-        says=f"Reserved on the card: {told}.",
+        description=f"Reserved on the card: {told}.",
         views={"reserved on the card": _bars(found, reserved, "GiB", 2, [card]),
                "in host memory": _bars(found, host, "GiB", 2, [])},
     )  # fmt: skip
     speed = Picture(
         name="speed", title="Tokens per second of every recipe",
         evidence="estimated, by a roofline of eager ops; of recipes that do not fit, on a larger card",
-        says=f"Tokens per second: {_told(timed, [f'{rate:,.0f}' for rate in rates])}.",
+        description=f"Tokens per second: {_told(timed, [f'{rate:,.0f}' for rate in rates])}.",
         views={"": _bars(timed, rates, "tokens/s", 0, [])},
     )  # fmt: skip
     return [memory, speed] if found else []

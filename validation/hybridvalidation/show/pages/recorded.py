@@ -95,7 +95,7 @@ def _picture(rows: Sequence[Row]) -> Picture:
     kinds = {"memory": ("GB", GB, False), "step time": ("s", 1, True)}
     shown = {view: predicted(rows, are_times=are_times) for view, (_, _, are_times) in kinds.items()}
     return Picture(
-        name="recorded", title="Planned against recorded", choice="figure", is_png=True, says=headline(rows),
+        name="recorded", title="Planned against recorded", choice="figure", is_png=True, description=headline(rows),
         evidence="recorded: measured by others on CUDA; planned: without a card, times by a roofline; on the line both "
         "are equal",
         views={view: _view(found, *kinds[view][:2]) for view, found in shown.items() if found},

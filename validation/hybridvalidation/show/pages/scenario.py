@@ -53,7 +53,7 @@ def headline(run: ScenarioRun) -> str:
     tokens = scenario.workload.batch_size * scenario.workload.seq_len
     cards = f"{scenario.world} x " if scenario.world > 1 else ""
     return (
-        f"{scenario.says}: {format_count(model.num_params)} parameters on {cards}{card.name} "
+        f"{scenario.description}: {format_count(model.num_params)} parameters on {cards}{card.name} "
         f"({to_gib(card.memory_bytes):.2f} GiB), {tokens} tokens per step "
         f"({scenario.workload.batch_size} x {scenario.workload.seq_len})"
     )

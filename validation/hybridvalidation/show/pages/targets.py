@@ -59,7 +59,7 @@ def _with_quality(row: Verdict, judged: Comparison | None) -> Verdict:
 def targets_text(rows: Sequence[Verdict], style: str) -> str:
     """Return counts and table."""
     cells = [
-        [row.target, row.says, row.status, row.shown_by or "-", row.stack or "-", _record(row), row.reason]
+        [row.target, row.description, row.status, row.shown_by or "-", row.stack or "-", _record(row), row.reason]
         for row in rows
     ]
     return f"{counts(rows)}\n\n{table_with_notes(_HEADERS, cells, style, widths=(None, 34, None, None, 14, 18, 56))}"
