@@ -107,7 +107,7 @@ def state_of(out: str) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two saved states are equal to the bit."""
+    """Whether two checkpoints are equal to the bit."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):

@@ -84,7 +84,7 @@ def train(steps: int, batch_size: int, *arguments: str, seq_len: int = 8, top: s
 
 
 def forget_rows(step: int) -> None:
-    """Let a saved state be one of before rows were counted."""
+    """Let a checkpoint be one of before rows were counted."""
     path = Path(f"run/checkpoints/step-{step:08}/manifest.json")
     content = json.loads(path.read_bytes())["content"]
     del content["extra"]["rows_seen"]

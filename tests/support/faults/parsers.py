@@ -206,7 +206,7 @@ def _runs(folder: Path) -> Iterator[Parser]:
         ("data.json of a run", Path("data.json"), lambda path: read_run_files(path.parent)),
         ("log of a run", Path("log.jsonl"), lambda path: diagnosis_text(diagnose(read_log(path)), path)),
         ("manifest", state / MANIFEST, _read_state),
-        ("saved state", state / tensors, _read_state),
+        ("checkpoint", state / tensors, _read_state),
     )
     for name, path, read in rows:
         shutil.copytree(run.folder, folder / f"of-{path.name}")  # one damaged file in each

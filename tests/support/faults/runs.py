@@ -78,11 +78,11 @@ class Run:
 
     @property
     def states(self) -> Path:
-        """Its saved states."""
+        """Its checkpoints."""
         return self.folder / CHECKPOINTS
 
     def go(self, say: Callable[[str], None] = lambda _: None, shares: int = 1) -> None:
-        """Train to the end, from the newest saved state if there is one; ``shares``: as so many ranks would."""
+        """Train to the end, from the newest checkpoint if there is one; ``shares``: as so many ranks would."""
         train(
             training_file(self.kind, self.width), corpus(), self.folder, resume=bool(generations(self.states)),
             say=say, progress=False, disk_folder=self.folder.with_name("disk"), group=DirectGroup(shares),
@@ -119,7 +119,7 @@ class Run:
         return self.folder.with_name("said.txt")
 
     def steps_saved(self) -> int:
-        """Return the step of its newest whole saved state; 0: there is none."""
+        """Return the step of its newest whole checkpoint; 0: there is none."""
         return newest_generation(self.states, lambda _: None).manifest.steps_done if generations(self.states) else 0
 
     def steps_logged(self) -> int:
@@ -234,7 +234,7 @@ def number_of(run: Run, work: Callable[[], int]) -> int:
 
 
 def on_touch(states: Path, note: Callable[[], object]) -> None:
-    """Let ``note`` know, for as long as this process lives, whenever it is about to touch saved states."""
+    """Let ``note`` know, for as long as this process lives, whenever it is about to touch checkpoints."""
     place = str(states)
 
     def heard(event: str, arguments: tuple[object, ...]) -> None:
@@ -245,7 +245,7 @@ def on_touch(states: Path, note: Callable[[], object]) -> None:
 
 
 def touches(run: Run) -> int:
-    """Let a new run go to its end in a child; return how often it touches its saved states."""
+    """Let a new run go to its end in a child; return how often it touches its checkpoints."""
 
     def counted() -> int:
         count = 0

@@ -1,4 +1,4 @@
-"""Saved states with a flipped bit or a page of zeros: noticed, and the state before is taken."""
+"""Checkpoints with a flipped bit or a page of zeros: noticed, and the state before is taken."""
 
 import random
 import shutil
@@ -69,7 +69,7 @@ def _found(states: Path, older: str, told: str) -> tuple[str, str]:
 FLIPS: Final = Campaign(
     name="flips",
     description=(
-        "The newest of two saved states of each kind of run gets one flipped bit (three in four) or a page of 4 KiB of "
+        "The newest of two checkpoints of each kind of run gets one flipped bit (three in four) or a page of 4 KiB of "
         "zeros, anywhere in its files. Survived: it is told as damaged, and the state before is taken."
     ),
     count=1_000,

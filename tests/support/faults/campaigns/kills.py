@@ -18,7 +18,7 @@ _LATE: Final = "done before"
 
 
 def _killing_at(states: Path, number: int, work: Callable[[], None]) -> Callable[[], None]:
-    """Return work that kills its own process at its ``number``-th touch of saved states."""
+    """Return work that kills its own process at its ``number``-th touch of checkpoints."""
 
     def killed() -> None:
         left = number
@@ -96,7 +96,7 @@ KILLS: Final = Campaign(
     name="kills",
     description=(
         "Runs of each kind are killed (SIGKILL) up to eight times, half of the time at a random moment, half of the "
-        f"time at a random touch of their saved states, and resumed. States are saved every {SAVE_EVERY} steps, beside "
+        f"time at a random touch of their checkpoints, and resumed. States are saved every {SAVE_EVERY} steps, beside "
         "the steps that follow. Survived: no saved step is lost, and of others no more than were done since the save "
         "before the one at work; the run ends with the unbroken run's tensors and losses, to the bit, and no leftovers."
     ),

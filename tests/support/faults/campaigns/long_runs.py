@@ -24,7 +24,7 @@ class Looks:
 
     Args:
         warm_up: Steps that do not count.
-        window: Of steps; at least as long as from one saved state to the next, whose copy comes and goes.
+        window: Of steps; at least as long as from one checkpoint to the next, whose copy comes and goes.
     """
 
     def __init__(self, warm_up: int, window: int) -> None:

@@ -43,7 +43,7 @@ def _write(image: dict[str, bytes], folder: Path) -> None:
 def _resumed(run: Run, is_saved: bool, wanted: tuple[object, ...], told: str) -> tuple[str, str]:
     has_states = bool(generations(run.states))
     if is_saved and not has_states:
-        return "saved state lost", told
+        return "checkpoint lost", told
     if ended(fork(run.go)):
         return "not resumed", told
     if run.outcome()[:2] != wanted:

@@ -72,7 +72,7 @@ class _Known:
 
 
 def _watch(place: str, states: Path, note: Callable[[], object]) -> None:
-    """Let ``note`` know whenever this process touches saved states, or begins a collective."""
+    """Let ``note`` know whenever this process touches checkpoints, or begins a collective."""
     if place == "a file":
         on_touch(states, note)
     if place == "a collective":
@@ -292,10 +292,10 @@ RANK_KILLS: Final = Campaign(
     description=(
         f"Runs on {' and '.join(map(str, _WORLDS))} ranks (gloo), started by the command in the environment that "
         f"torchrun makes, lose one rank up to {_MOST_KILLS} times: it is killed (SIGKILL), or stands still (SIGSTOP) "
-        f"{_STAND_STILL:.0%} of the times, at a random moment, a random touch of saved states or a random collective; "
+        f"{_STAND_STILL:.0%} of the times, at a random moment, a random touch of checkpoints or a random collective; "
         "then they go on, by another number of ranks in part, at last by 1, 2 or 4. Survived: the others end by "
         "themselves, with exit code 1 and a message that names what happened, within the time that a rank waits "
-        f"({RANK_TIMEOUT_S:.0f} s here) for each of meeting, saving and the step; no saved state is torn and no saved "
+        f"({RANK_TIMEOUT_S:.0f} s here) for each of meeting, saving and the step; no checkpoint is torn and no saved "
         "step lost; the run ends with the tensors and losses of one process that adds as so many ranks from "
         "the same steps on, to the bit, and no leftovers."
     ),

@@ -25,7 +25,7 @@ _AT_ONCE: Final = {signal.SIGINT: {130}, signal.SIGTERM: {143, -signal.SIGTERM}}
 
 
 def _signalled(run: Run, number: signal.Signals, touch: int, after_s: float, again_s: float | None) -> None:
-    """Run the command, which gets a signal at its ``touch``-th touch of saved states (0: after a time), perhaps two."""
+    """Run the command, which gets a signal at its ``touch``-th touch of checkpoints (0: after a time), perhaps two."""
     left = touch
 
     def later(seconds: float) -> None:
@@ -124,7 +124,7 @@ SIGNALS: Final = Campaign(
     name="signals",
     description=(
         "Runs of each kind, by the command, get SIGINT or SIGTERM up to four times, half of the time at a random "
-        "moment, half of the time at a random touch of their saved states; a third of the time a second one within "
+        "moment, half of the time at a random touch of their checkpoints; a third of the time a second one within "
         f"{_LONGEST_PAUSE_S:g} s. Survived: one that comes in training ends the run after its step, which is saved, "
         "with exit code 75; before and after, and after a second one, the codes are 130 and 143, or 0 where the run "
         "was done; no traceback, no saved step lost; resumed it ends with the unbroken run's tensors and losses, to "
