@@ -22,8 +22,8 @@ from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.group import DirectGroup, Group
 from hybridtrain.memory.shards import Shards
 from hybridtrain.memory.stages import Stages
+from hybridtrain.memory.stored_layout import block_number, packed_blocks, placeholder_scope
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
-from hybridtrain.memory.weight_slots import block_number, packed_blocks, placeholder_scope
 from hybridtrain.models.adapter import attach_adapters
 from hybridtrain.models.block_model import Unit, model_parts
 from hybridtrain.models.build import build_model

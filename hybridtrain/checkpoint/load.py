@@ -16,7 +16,7 @@ from hybridtrain.checkpoint.manifest import TENSOR_KEY, Generation, Manifest, Pa
 from hybridtrain.config.encode import JsonValue
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.cycle import HybridTrainer
-from hybridtrain.memory.block_places import Visit
+from hybridtrain.memory.block_slots import Visit
 from hybridtrain.memory.formats import (
     STATE_FORMATS,
     Int8Codes,

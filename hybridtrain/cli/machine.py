@@ -5,7 +5,7 @@ from typing import Annotated, get_args
 
 from cyclopts import Parameter
 
-from hybridtrain.cli.verb import COMMON, RECORDED, Answer, Common, Kind, Recorded, described, known_names
+from hybridtrain.cli.shared import COMMON, RECORDED, Answer, Common, Kind, Recorded, described, known_names
 from hybridtrain.extension import extensions
 
 

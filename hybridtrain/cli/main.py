@@ -23,8 +23,8 @@ from cyclopts.exceptions import CycloptsError, MissingArgumentError, UnknownComm
 from cyclopts.help import format_usage
 
 from hybridtrain.cli import machine, plan, run
+from hybridtrain.cli.shared import Answer
 from hybridtrain.cli.streams import make_streams_last, nobody_reads
-from hybridtrain.cli.verb import Answer
 from hybridtrain.errors import (
     ConfigError,
     DataError,

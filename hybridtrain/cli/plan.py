@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from hybridtrain.cli.verb import (
+from hybridtrain.cli.shared import (
     ALLOCATION,
     COMMON,
     RECORDED,
@@ -77,7 +77,7 @@ def dry_run(
     """
     from hybridtrain.models.find_model import find_model
     from hybridtrain.models.model_config import asked_workload
-    from hybridtrain.planning.dry_runs import RunSetup
+    from hybridtrain.planning.dry_runs import DryRunInputs
     from hybridtrain.reports.dry_run_report import plan_run
     from hybridtrain.reports.fit_report import parse_host
     from hybridtrain.stacks import stack_folder
@@ -86,7 +86,7 @@ def dry_run(
 
     files = stack_folder(common.scenarios)
     shape, chosen = find_model(model), files.stack(stack)
-    setup = RunSetup(
+    setup = DryRunInputs(
         model=shape, plan=chosen.plan(accum), card=find_card(card), workload=asked_workload(micro_batch, seq),
         config=chosen.training(), host=parse_host(host_memory), world=World(size=world, link=link),
         allocator=allocation.config(), record_history=allocation.snapshot is not None,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from cyclopts import Parameter
 
-from hybridtrain.cli.verb import (
+from hybridtrain.cli.shared import (
     COMMON,
     Amount,
     Answer,

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridtrain.engine.model_run import ModelRun
 from hybridtrain.engine.step import StepShare
 from hybridtrain.engine.step_visit import BlockDone, DeviceBatch, StepVisit, StepWork
-from hybridtrain.memory.block_places import Visit
+from hybridtrain.memory.block_slots import Visit
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Documents
 from hybridtrain.plan.memory_plan import PhasePlan, Schedule

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hybridtrain.engine.random_key import random_key
 from hybridtrain.memory.formats import StoredWeight, parts
 from hybridtrain.memory.state_store import StateStore
-from hybridtrain.memory.weight_slots import block_number
+from hybridtrain.memory.stored_layout import block_number
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.adapter import fill_adapter, is_adapter
 from hybridtrain.models.block_model import BlockModel, Unit

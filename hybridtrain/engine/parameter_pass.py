@@ -19,13 +19,13 @@ from hybridtrain.engine.random_key import random_key
 from hybridtrain.engine.step import StepSettings
 from hybridtrain.engine.update import Entry, Operands, Update, take_slices, write
 from hybridtrain.memory import formats
-from hybridtrain.memory.block_places import Visit
+from hybridtrain.memory.block_slots import Visit
 from hybridtrain.memory.formats import StoredWeight, parts, weight_part
 from hybridtrain.memory.grad_store import GradStore
 from hybridtrain.memory.slices import StateSlice, WeightSlice
 from hybridtrain.memory.state_store import ParameterState, StateSlot, StateStore
+from hybridtrain.memory.stored_layout import block_number
 from hybridtrain.memory.tier_tensor import Piece, SliceStream, Stored, TierTensor, piece_bytes
-from hybridtrain.memory.weight_slots import block_number
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.optim.optimizer import Optimizer

@@ -13,8 +13,8 @@ from hybridtrain.engine.step import StepSettings
 from hybridtrain.memory.formats import ExactWeight, StoredWeight, parts
 from hybridtrain.memory.slices import StateSlice, WeightSlice
 from hybridtrain.memory.state_store import ParameterState, StateSlot, StateStore
+from hybridtrain.memory.stored_layout import block_number
 from hybridtrain.memory.tier_tensor import SliceStream, Stored, TierTensor, piece_bytes
-from hybridtrain.memory.weight_slots import block_number
 from hybridtrain.models.block_model import Unit
 from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
 from hybridtrain.virtual_gpu.account.observer import MemoryObserver

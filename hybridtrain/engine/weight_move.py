@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.engine.random_key import random_key
-from hybridtrain.memory.block_places import Visit
+from hybridtrain.memory.block_slots import Visit
 from hybridtrain.memory.formats import StoredWeight, WeightFormat, WeightFormats, parts, weight_part
 from hybridtrain.memory.state_store import ParameterState, StateStore
 from hybridtrain.memory.tier_tensor import Stored, TierTensor, new_stored, read_slice, write_slice

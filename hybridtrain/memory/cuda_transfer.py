@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.memory.disk_tier import DiskFile
-from hybridtrain.memory.tier import Bytes, HostBytes
+from hybridtrain.memory.tier import BufferContent, HostBytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer
 
 _MOST_HELD = 32
@@ -122,7 +122,7 @@ class CudaTransfer(DirectTransfer):
         self._writes: list[Future[None]] = []
         self._staging = _Staging()
 
-    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:
+    def fetch(self, target: Tensor, source: BufferContent | None, offset: int, after: Sequence[object]) -> object:
         """Start a copy on the stream in; from a file, start reading it."""
         if isinstance(source, HostBytes):
             return self._send(target, source, offset, after)
@@ -133,7 +133,7 @@ class CudaTransfer(DirectTransfer):
             content = self._files.submit(source.read, offset, staging.tensor[: target.nbytes])
         return _PendingRead(content, staging, target, after)
 
-    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:
+    def store(self, source: Tensor, target: BufferContent | None, offset: int) -> object:
         """Start a copy on the stream out; to a file, through pinned memory."""
         if isinstance(target, HostBytes):
             return self._receive(source, target, offset)

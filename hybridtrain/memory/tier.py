@@ -64,7 +64,7 @@ class TierAccount:
         return {kind: size for (place, kind), size in self._by_class.items() if place is placement and size}
 
 
-class Bytes(Protocol):
+class BufferContent(Protocol):
     """Where a buffer's content is: ``HostBytes`` or a ``DiskFile``."""
 
     def read(self, offset: int, target: Tensor) -> None:
@@ -163,7 +163,7 @@ class TierBuffer:
     placement: Placement
     num_bytes: int
     tensor_class: TensorClass
-    content: Bytes | None
+    content: BufferContent | None
     last_store: "Ticket | None" = None
     """The newest copy into the buffer; what reads it must wait for that."""
 

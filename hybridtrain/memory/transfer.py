@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.memory.disk_tier import DiskArena
-from hybridtrain.memory.tier import Bytes, HostBytes, TierAccount, available_host_bytes
+from hybridtrain.memory.tier import BufferContent, HostBytes, TierAccount, available_host_bytes
 from hybridtrain.plan.placement import Placement
 
 
@@ -49,7 +49,7 @@ class Transfer:
     def seed(self, key: int) -> None:
         """Make the device's random stream, which dropout and stochastic rounding read, start from ``key``."""
 
-    def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> Bytes | None:  # noqa: ARG002
+    def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> BufferContent | None:  # noqa: ARG002
         """Return zeroed memory on the host or on disk; None where nothing is ever computed.
 
         Raises:
@@ -58,11 +58,11 @@ class Transfer:
         """
         return None
 
-    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
+    def fetch(self, target: Tensor, source: BufferContent | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
         """Start filling the contiguous ``target`` on the device once the events are over; return an event."""
         return None
 
-    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:  # noqa: ARG002
+    def store(self, source: Tensor, target: BufferContent | None, offset: int) -> object:  # noqa: ARG002
         """Start writing ``source`` once the compute queue has come this far; return an event."""
         return None
 
@@ -142,7 +142,7 @@ class DirectTransfer(Transfer):
         else:
             torch.default_generator.manual_seed(key)
 
-    def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> Bytes | None:
+    def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> BufferContent | None:
         """Return zeroed host memory, pinned for a CUDA card, or a file in the disk folder."""
         if placement is Placement.HOST:
             return HostBytes(num_bytes, pinned=self.device.type == "cuda")
@@ -155,14 +155,14 @@ class DirectTransfer(Transfer):
             self._arena = DiskArena(self._disk_folder)
         return self._arena.allocate(num_bytes, name)
 
-    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
+    def fetch(self, target: Tensor, source: BufferContent | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
         """Copy at once."""
         assert source is not None, "a real run has real memory"
         with _disable_current_modes():
             source.read(offset, target)
         return None
 
-    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:
+    def store(self, source: Tensor, target: BufferContent | None, offset: int) -> object:
         """Copy at once."""
         assert target is not None, "a real run has real memory"
         with _disable_current_modes():

@@ -1,6 +1,6 @@
 """Weights as the forward pass reads them, and as they are stored: the same, or somewhere else, or in 8 bits.
 
-Parameters of packed blocks are bound once, to the places of ``BlockPlaces`` or to what codes are widened into.
+Parameters of packed blocks are bound once, to the places of ``BlockSlots`` or to what codes are widened into.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,11 @@ from math import prod
 from torch import nn
 
 from hybridtrain.dtypes import to_torch_dtype
-from hybridtrain.memory.block_places import BlockPlaces, Visit, WeightSlot, host_parts
+from hybridtrain.memory.block_slots import BlockSlots, Visit, WeightSlot, host_parts
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import StoredWeight, code_format
 from hybridtrain.memory.shards import Shards
-from hybridtrain.memory.tier import Ticket
-from hybridtrain.memory.tier_tensor import Stored, lay_out
-from hybridtrain.memory.weight_slots import (
+from hybridtrain.memory.stored_layout import (
     MatrixSlot,
     StoredLayout,
     Values,
@@ -26,6 +24,8 @@ from hybridtrain.memory.weight_slots import (
     streamed_blocks,
     widen,
 )
+from hybridtrain.memory.tier import Ticket
+from hybridtrain.memory.tier_tensor import Stored, lay_out
 from hybridtrain.models.adapter import without_adapters
 from hybridtrain.models.block_model import BlockModel, Unit
 from hybridtrain.models.widening import set_widening
@@ -99,7 +99,7 @@ class WeightStore:
             self._make_value_slots(plan)
         layout = StoredLayout.of(self._shapes, self.compute_dtype, self.codes)
         num_slots = plan.max_active_layers if self.codes is None else plan.prefetch_distance + 1
-        self.places = BlockPlaces(layout, streamed_blocks(plan, model.part.blocks), num_slots, plan, shards)
+        self.places = BlockSlots(layout, streamed_blocks(plan, model.part.blocks), num_slots, plan, shards)
         for block in () if is_empty else sorted(self._packed):
             names = [name for name, _ in without_adapters(model.blocks[block])]
             bind(model.blocks[block], names, self._give_memory(block))

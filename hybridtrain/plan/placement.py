@@ -12,7 +12,7 @@ class Placement(StrEnum):
     DISK = "disk"
     """A file in a folder that the user names."""
     DROPPED = "dropped"
-    """Nowhere: used where it arises. Gradients only: the update runs within the backward pass."""
+    """Nowhere. The update uses a gradient within the backward pass; other classes are not kept in a phase."""
 
 
 class Codec(StrEnum):

@@ -126,7 +126,7 @@ def phases_of_cycle() -> tuple[Phase, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSetup:
+class DryRunInputs:
     """A configuration to dry-run, its names and files resolved."""
 
     model: ModelConfig
@@ -201,13 +201,13 @@ def dry_run(
     it settles at when it is repeated; time is estimated for the last. A plan that keeps a slow average is run through a
     whole cycle instead: WARMUP, FULL, PREDICT, CORRECT.
 
-    ``workload`` is one micro-batch; the fields of ``RunSetup`` say what the others are. The first of several ranks
+    ``workload`` is one micro-batch; the fields of ``DryRunInputs`` say what the others are. The first of several ranks
     holds the most: a range that does not divide evenly is shorter on the last ones.
 
     Raises:
         ConfigError: the workload does not suit the model, or the plan the ranks.
     """
-    return RunSetup(
+    return DryRunInputs(
         model=model, plan=plan, card=card, workload=workload, host=host or Host(), config=config or TrainerConfig(),
         allocator=allocator or AllocatorConfig(), record_history=record_history, world=world or World(),
     ).dry_run(num_steps)  # fmt: skip

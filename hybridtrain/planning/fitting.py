@@ -74,7 +74,7 @@ _DISK_ARRANGEMENTS = (
     ),
 )  # fmt: skip
 """Tried where host memory has no room for any other."""
-_FREE_SHARE = 0.03
+_SHORT_RUN_SLACK = 0.03
 """Of the card, beside the margin, in short runs: their bytes are extended by arithmetic, reserved ones are no line."""
 _WORTH_HARSHER = 1.05
 """A harsher level must be this much faster to be chosen."""
@@ -151,7 +151,7 @@ def in_order(options: Iterable[TrainingOption]) -> tuple[TrainingOption, ...]:
     return tuple(sorted(options, key=lambda option: (not option.fits, -speed(option), option.device_bytes)))
 
 
-def recommended(options: Sequence[TrainingOption]) -> TrainingOption | None:
+def best_option(options: Sequence[TrainingOption]) -> TrainingOption | None:
     """Return the option with a full dry run, else the most exact one about as fast as the fastest; None: none fits.
 
     About as fast is within 5 %. Between full training and adapters speed alone decides.
@@ -218,7 +218,7 @@ def _levels(method: Method) -> tuple[Numerics, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rough:
+class _ArithmeticTime:
     """Seconds of a step by arithmetic."""
 
     compute: float
@@ -312,7 +312,7 @@ def _smallest(
 
 def _ranked(
     request: FitRequest, level: Numerics, arrangements: Sequence[Arrangement], capacity: float, *, skips: bool
-) -> Iterator[tuple[_Rough, Candidate]]:
+) -> Iterator[tuple[_ArithmeticTime, Candidate]]:
     """Yield what fits by arithmetic, with its seconds by arithmetic; leave out what can be no faster if asked to."""
     room, machine = capacity - request.card.context_bytes, request.rank_host
     blocks, roomy = request.model.num_blocks, 0
@@ -333,12 +333,12 @@ def _ranked(
                 per_block = max(1.0, (every - none.card) / blocks)
                 kept = min(blocks, max(0, int((_RANKED_ROOM * room - none.card) / per_block)))
             candidate = replace(candidate, keep_last=kept)
-            yield _rough(request, candidate), candidate
+            yield _arithmetic_time(request, candidate), candidate
             if arrangement.is_resident and kept == blocks:
                 roomy = max(roomy, size)
 
 
-def _rough(request: FitRequest, candidate: Candidate) -> _Rough:
+def _arithmetic_time(request: FitRequest, candidate: Candidate) -> _ArithmeticTime:
     """Return a step's seconds by arithmetic, good enough to rank: matmuls, sums of gradients, the bus, the update."""
     model, card, level, arrangement = request.model, request.card, candidate.level, candidate.arrangement
     shares, count = efficiency_of(card), candidate.num_micro_batches
@@ -371,7 +371,7 @@ def _rough(request: FitRequest, candidate: Candidate) -> _Rough:
         bytes_out += state + weights + boundaries
         passed = {"weights": 5 * weights, "state": 2 * state, "boundaries": 4 * boundaries}
         drive = sum(passed[name] for name in arrangement.on_disk) / request.host.disk_bytes_per_second
-        return _Rough(2 * compute, max(bytes_in / bus, bytes_out / bus, drive), update_seconds, is_fused=True)
+        return _ArithmeticTime(2 * compute, max(bytes_in / bus, bytes_out / bus, drive), update_seconds, is_fused=True)
     if arrangement.offloads_state:
         bytes_in += (count - 1) * level.grad_bytes * params
         bytes_out += count * level.grad_bytes * params
@@ -379,7 +379,7 @@ def _rough(request: FitRequest, candidate: Candidate) -> _Rough:
         if "state" in arrangement.on_disk:
             drive = 2 * level.state_bytes * params / request.host.disk_bytes_per_second
             update_seconds = max(update_seconds, drive)
-    return _Rough(compute, max(bytes_in, bytes_out) / bus, update_seconds, is_fused=False)
+    return _ArithmeticTime(compute, max(bytes_in, bytes_out) / bus, update_seconds, is_fused=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,13 +416,13 @@ def recommend(
     Raises:
         OutOfMemoryError: nothing fits; the message says what is missing.
     """
-    found = fit(request, methods=("full",), free_share=free_share + _FREE_SHARE, on_try=on_try)
+    found = fit(request, methods=("full",), free_share=free_share + _SHORT_RUN_SLACK, on_try=on_try)
     options = tuple(
         sorted((option for option in found if option.fits), key=lambda option: LEVELS.index(option.candidate.level))
     )
     left = list(options)
     while left:
-        chosen = _chosen(left)
+        chosen = _gentlest_fast_option(left)
         on_try(f"{chosen.name}, {chosen.candidate.arrangement.name}: every block")
         whole = confirmed(request, chosen, free_share=free_share, leaves_margin=True)
         if whole.fits:
@@ -432,7 +432,7 @@ def recommend(
     raise OutOfMemoryError(_nothing_fits(request, found, free_share))
 
 
-def _chosen(options: Sequence[TrainingOption]) -> TrainingOption:
+def _gentlest_fast_option(options: Sequence[TrainingOption]) -> TrainingOption:
     chosen = options[0]
     for before, option in pairwise(options):
         if speed(option) < _WORTH_NEXT_LEVEL * speed(before):
@@ -449,7 +449,7 @@ def _with_resident_blocks(request: FitRequest, option: TrainingOption, free_shar
     waits = run.time.seconds_by_bound.get(Bound.TRANSFER, 0.0) > _WAITS * run.time.seconds
     if not candidate.arrangement.streams or not waits:
         return option
-    room = (1 - free_share - _FREE_SHARE) * request.card.memory_bytes - option.device_bytes - option.margin_bytes
+    room = (1 - free_share - _SHORT_RUN_SLACK) * request.card.memory_bytes - option.device_bytes - option.margin_bytes
     block = candidate.level.weight_bytes * block_params(request.model)
     resident = min(request.model.num_blocks, floor(room / block))
     while resident > 0:

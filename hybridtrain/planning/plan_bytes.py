@@ -35,7 +35,7 @@ _ROUNDING = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bytes:
+class PlanBytes:
     """Bytes of a plan in each place."""
 
     card: float
@@ -48,7 +48,7 @@ class Bytes:
         return card.verdict(used) is FitVerdict.FITS and self.host <= host.tensor_bytes and self.disk <= host.disk_bytes
 
 
-def bytes_of(model: ModelConfig, plan: MemoryPlan, workload: Workload, optimizer: Optimizer | None = None) -> Bytes:
+def bytes_of(model: ModelConfig, plan: MemoryPlan, workload: Workload, optimizer: Optimizer | None = None) -> PlanBytes:
     """Return the peak bytes of a full step on the card, on the host and on disk."""
     full = plan.for_phase(Phase.FULL)
     params, block = model.num_params, block_params(model)
@@ -94,7 +94,7 @@ def bytes_of(model: ModelConfig, plan: MemoryPlan, workload: Workload, optimizer
         card += max(at_head, in_segment) + grads  # those of the micro-batches before, or of embedding and head
     else:
         card += max(at_head, in_segment + grads)
-    return Bytes(card=card, host=away[Placement.HOST], disk=away[Placement.DISK])
+    return PlanBytes(card=card, host=away[Placement.HOST], disk=away[Placement.DISK])
 
 
 def saved_bytes(model: ModelConfig, plan: MemoryPlan, optimizer: Optimizer | None = None) -> float:

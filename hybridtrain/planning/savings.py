@@ -17,7 +17,7 @@ from hybridtrain.optim import Optimizer
 from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import SETTINGS
-from hybridtrain.planning.dry_runs import DryRun, RunSetup
+from hybridtrain.planning.dry_runs import DryRun, DryRunInputs
 from hybridtrain.planning.plan_bytes import bytes_of
 from hybridtrain.progress import progress_bar
 from hybridtrain.units import format_bytes, format_seconds, to_gib
@@ -42,7 +42,7 @@ class Saving:
 
 
 def planned_savings(
-    stack: Sequence[Optimization], whole: DryRun, setup: RunSetup, *, progress: bool = False
+    stack: Sequence[Optimization], whole: DryRun, setup: DryRunInputs, *, progress: bool = False
 ) -> tuple[Saving, ...]:
     """Dry-run a stack without each of its optimizations, on the same tokens per step, and compare with ``whole``.
 

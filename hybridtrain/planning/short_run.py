@@ -25,7 +25,7 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.plan.placement import Placement
 from hybridtrain.planning.candidates import Arrangement, Candidate, FitRequest, Numerics
 from hybridtrain.planning.dry_runs import DryRun, on_links, record_steps
-from hybridtrain.planning.plan_bytes import Bytes, bytes_of
+from hybridtrain.planning.plan_bytes import PlanBytes, bytes_of
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.lean_meta import lean_meta_rules
@@ -238,20 +238,20 @@ class ShortRun:
         return whole.card - short.card, whole.host - short.host
 
 
-def arithmetic(request: FitRequest, model: ModelConfig, candidate: Candidate, *, has_state: bool = True) -> Bytes:
+def arithmetic(request: FitRequest, model: ModelConfig, candidate: Candidate, *, has_state: bool = True) -> PlanBytes:
     """Return the bytes of a candidate by arithmetic; without moments if no update has been run."""
     return _arithmetic(request.seq_len, model, replace(candidate, kept_bytes=0.0, tokens_per_s=0.0), has_state)
 
 
 @lru_cache(maxsize=4096)
-def _arithmetic(seq_len: int, model: ModelConfig, candidate: Candidate, has_state: bool) -> Bytes:
+def _arithmetic(seq_len: int, model: ModelConfig, candidate: Candidate, has_state: bool) -> PlanBytes:
     plan = compose(candidate.optimizations())
     workload = Workload(micro_batch_size=candidate.micro_batch_size, seq_len=seq_len)
     optimizer = OPTIMIZERS[candidate.level.optimizer]() if has_state else Adafactor()
     return _cut(bytes_of(model, plan, workload, optimizer), model, candidate, has_state)
 
 
-def _cut(whole: Bytes, model: ModelConfig, candidate: Candidate, has_state: bool) -> Bytes:
+def _cut(whole: PlanBytes, model: ModelConfig, candidate: Candidate, has_state: bool) -> PlanBytes:
     arrangement, level = candidate.arrangement, candidate.level
     if not arrangement.zero_stage:
         return whole
@@ -265,7 +265,7 @@ def _cut(whole: Bytes, model: ModelConfig, candidate: Candidate, has_state: bool
     if arrangement.cuts_weights:
         host -= others * model.num_blocks * block * level.weight_bytes
         card += block * level.weight_bytes  # gathered
-    return Bytes(card=card, host=host, disk=whole.disk)
+    return PlanBytes(card=card, host=host, disk=whole.disk)
 
 
 def batch_bytes(request: FitRequest, candidate: Candidate) -> int:

@@ -11,7 +11,7 @@ from hybridtrain.optimizations.grad_accumulation import with_accumulation
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import Cell, MemoryPlan, PhasePlan
 from hybridtrain.plan.placement import Codec, Placement
-from hybridtrain.planning.dry_runs import DryRun, RunSetup
+from hybridtrain.planning.dry_runs import DryRun, DryRunInputs
 from hybridtrain.planning.figures import MemoryFigures, figures_of_ranks
 from hybridtrain.planning.plan_bytes import bytes_of
 from hybridtrain.planning.plan_changes import plan_changes
@@ -185,7 +185,7 @@ class DryRunReport:
 
 
 def plan_run(
-    setup: RunSetup, stack: Stack, model: str, files: StackFiles, *, accum_steps: int | None = None,
+    setup: DryRunInputs, stack: Stack, model: str, files: StackFiles, *, accum_steps: int | None = None,
     suggest: bool = False, savings: bool = False, progress: bool = False,
 ) -> DryRunReport:  # fmt: skip
     """Dry-run one configuration, of which ``setup`` has the plan of ``stack`` with ``accum_steps`` micro-batches.

@@ -24,11 +24,11 @@ from hybridtrain.planning.fitting import (
     Method,
     Recommendation,
     TrainingOption,
+    best_option,
     confirmed,
     fit,
     in_order,
     recommend,
-    recommended,
 )
 from hybridtrain.planning.plan_bytes import saved_bytes
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
@@ -179,7 +179,7 @@ class FitReport:
             "card_note": request.card.source_note,
             "tokens": self.tokens,
             "ways": [self._row_mapping(option) for option in self.options],
-            "recommended": None if (best := recommended(self.options)) is None else best.name,
+            "recommended": None if (best := best_option(self.options)) is None else best.name,
         }
 
     def _row_mapping(self, option: TrainingOption) -> dict[str, object]:
@@ -207,7 +207,7 @@ class FitReport:
             f"h / {format_count(self.tokens)} tokens",
             "micro-batch", "kept", "offload",
         ]  # fmt: skip
-        best = recommended(self.options)
+        best = best_option(self.options)
         evidence = next((option.evidence for option in self.options if option.run is not None), "planned")
         host, world = format_bytes(request.host.tensor_bytes), request.world
         cards = "" if world.size == 1 else f"{world.size} x "
@@ -338,7 +338,7 @@ def fit_command(
     chosen = cast("list[Method]", list(dict.fromkeys(methods)))
     options = fit(request, methods=chosen, free_share=free, on_try=lambda text: say(f"trying {text}"))
     for _ in range(_MOST_CONFIRMED if confirm else 0):
-        best = recommended(options)
+        best = best_option(options)
         if best is None or best.run is not None:
             break
         say(f"full dry run of {best.name}")

@@ -16,8 +16,8 @@ from hybridtrain.config.encode import JsonMapping, JsonValue
 from hybridtrain.data.tokenizer_files import copy_tokenizer
 from hybridtrain.engine.parameter_pass import ParameterSlice, PassSettings
 from hybridtrain.errors import ConfigError
-from hybridtrain.memory.block_places import Visit
-from hybridtrain.memory.weight_slots import block_number
+from hybridtrain.memory.block_slots import Visit
+from hybridtrain.memory.stored_layout import block_number
 from hybridtrain.models.adapter import Adapter, is_adapter, without_adapters
 from hybridtrain.models.hf_config import read_json
 from hybridtrain.models.linear import Linear

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.memory.block_places import Visit
+from hybridtrain.memory.block_slots import Visit
 from hybridtrain.memory.formats import parts, weight_part
 from hybridtrain.memory.tier_tensor import read_slice
 from hybridtrain.phase import Phase

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hybridtrain.memory.disk_tier import DiskFile
-from hybridtrain.memory.tier import Bytes
+from hybridtrain.memory.tier import BufferContent
 from hybridtrain.memory.transfer import DirectTransfer
 
 
@@ -168,7 +168,7 @@ class Copy:
     clock: Clock
     """What is over when it is over, itself included."""
     device: Span
-    buffer: Bytes
+    buffer: BufferContent
     offset: int
     snapshot: np.ndarray | None = None
     """Of a copy out: the bytes when it was given to the queue."""
@@ -179,7 +179,7 @@ class Copy:
     follows: bool = False
     """Of a copy in: an earlier one, still under way, has the same target."""
 
-    def touches(self, buffer: Bytes, offset: int, num_bytes: int) -> bool:
+    def touches(self, buffer: BufferContent, offset: int, num_bytes: int) -> bool:
         """Return whether it uses a range of a buffer."""
         return self.buffer is buffer and self.offset < offset + num_bytes and offset < self.offset + self.device.size
 
@@ -209,7 +209,7 @@ class LazyTransfer(DirectTransfer):
         self._unwritten: list[Copy] = []
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def fetch(self, target: Tensor, source: Bytes | None, offset: int, after: Sequence[object]) -> object:
+    def fetch(self, target: Tensor, source: BufferContent | None, offset: int, after: Sequence[object]) -> object:
         """Put a copy into the queue; from now on the target holds garbage."""
         assert source is not None
         known = self._host.joined(*(event for event in after if isinstance(event, Clock)))
@@ -234,7 +234,7 @@ class LazyTransfer(DirectTransfer):
         self._enqueue(self._pending_in, copy)
         return clock
 
-    def store(self, source: Tensor, target: Bytes | None, offset: int) -> object:
+    def store(self, source: Tensor, target: BufferContent | None, offset: int) -> object:
         """Put a copy into the queue; the source must stay what it is."""
         assert target is not None
         assert source.is_contiguous()

@@ -10,7 +10,7 @@ from hybridkernels.int8_quantize import int8_dequantize, num_groups
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.engine.parameter_pass import ParameterPass
 from hybridtrain.engine.step import StepSettings
-from hybridtrain.memory.block_places import Visit
+from hybridtrain.memory.block_slots import Visit
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.formats import StoredWeight, WeightFormats, weight_formats
 from hybridtrain.memory.grad_store import GradStore

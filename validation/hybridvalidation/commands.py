@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hybridtrain.cli.verb import (
+from hybridtrain.cli.shared import (
     RECORDED,
     Amount,
     Answer,

@@ -95,7 +95,7 @@ def _efficiencies() -> dict[str, Efficiency]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeError:
+class SpeedAccuracy:
     """How far estimated tokens/s are from recorded ones that were left out of the fit: their ratio less 1."""
 
     runs: int
@@ -105,9 +105,9 @@ class TimeError:
 
 
 @cache
-def time_errors() -> dict[str, TimeError]:
+def time_errors() -> dict[str, SpeedAccuracy]:
     """Return the errors of ``leave_one_card_out`` and ``leave_one_size_out``."""
-    return read_catalogue(TimeError, "time_error.toml")
+    return read_catalogue(SpeedAccuracy, "time_error.toml")
 
 
 _BOUND_OF_LANE = {

@@ -25,7 +25,7 @@ from hybridtrain.cli.main import main
 from hybridtrain.data.token_file import TokenFormat, write_token_file
 from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import PRESETS
-from hybridtrain.planning.dry_runs import DryRun, RunSetup
+from hybridtrain.planning.dry_runs import DryRun, DryRunInputs
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation import scenario_files
@@ -106,7 +106,7 @@ num_kv_heads = 1
 ffn_width = 8
 """
 NINE_PATHS = [
-    "$.says", "$.stacks", "$.model", "$.card", "$.workload.sequence", "$.workload.batch_size", "$.workload.seq_len",
+    "$.description", "$.stacks", "$.model", "$.card", "$.workload.sequence", "$.workload.batch_size", "$.workload.seq_len",
     "$.accuracy.seeds[1]", "$.accuracy.proxy.family",
 ]  # fmt: skip
 TRAIN = f"""\
@@ -221,7 +221,7 @@ def test_nine_faults_say_what_is_allowed(command: Command) -> None:
     Path("scenarios/broken.toml").write_text(NINE_FAULTS)
     command("validate", "broken")
     for words in (
-        "$.says: is missing; a string is required",
+        "$.description: is missing; a string is required",
         "$.stacks: found 'vanilla' (a string); an array is required",
         "did you mean 'gpt2-small'?",
         "did you mean 'rtx-3090'?",
@@ -529,13 +529,13 @@ def test_a_model_that_no_stack_fits_says_what_to_lower(command: Command) -> None
 def test_what_does_not_fit_is_run_dry_once(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     change("card.toml", "memory_mib = 64", "memory_mib = 12")
     calls = count(1)
-    run = RunSetup.dry_run
+    run = DryRunInputs.dry_run
 
     def counted(*arguments: Any, **settings: Any) -> DryRun:
         next(calls)
         return run(*arguments, **settings)
 
-    monkeypatch.setattr(RunSetup, "dry_run", counted)
+    monkeypatch.setattr(DryRunInputs, "dry_run", counted)
     assert command(*dry_run()) == 1
     assert next(calls) == 2
 
@@ -1072,7 +1072,7 @@ def test_a_fault_of_ours_is_a_sentence_and_a_report(
 def test_a_stop_that_python_drops_is_asked_for_again(number: signal.Signals, code: int, *, is_slow: bool) -> None:
     program = """
 import os, signal, sys, threading, time, weakref
-from hybridtrain.cli import machine, main
+from hybridtrain.cli import machine_verbs as machine, main
 class Tensor: pass
 class SlowTimer(threading.Timer):  # asks before the one who set it goes on
     def start(self):
@@ -1103,7 +1103,7 @@ sys.exit(main.main(["list", "models"]))
 def test_sigterm_lets_folders_and_children_go(tmp_path: Path) -> None:
     program = """
 import sys, tempfile, time
-from hybridtrain.cli import machine, main
+from hybridtrain.cli import machine_verbs as machine, main
 def work(*_):
     with tempfile.TemporaryDirectory(dir=sys.argv[1]):
         print("in", flush=True)

@@ -13,7 +13,7 @@ import torch
 
 from hybridtrain.errors import DiskTierError, HostMemoryError
 from hybridtrain.memory.cuda_transfer import CudaTransfer
-from hybridtrain.memory.tier import Bytes, HostBytes
+from hybridtrain.memory.tier import BufferContent, HostBytes
 from hybridtrain.plan.placement import Placement
 
 SIZE = 4096
@@ -120,7 +120,7 @@ def tensor(value: int) -> torch.Tensor:
     return torch.full((SIZE,), value, dtype=torch.uint8)
 
 
-def opened(transfer: CudaTransfer, placement: Placement = Placement.HOST, count: int = 1) -> Bytes:
+def opened(transfer: CudaTransfer, placement: Placement = Placement.HOST, count: int = 1) -> BufferContent:
     content = transfer.open_bytes(placement, count * SIZE, "test")
     assert content is not None
     return content

@@ -12,7 +12,7 @@ import torch
 from hybridtrain.errors import HostMemoryError
 from hybridtrain.memory import tier
 from hybridtrain.memory.disk_tier import DiskArena
-from hybridtrain.memory.tier import Bytes, HostBytes, TierAccount, available_host_bytes, page_rounded
+from hybridtrain.memory.tier import BufferContent, HostBytes, TierAccount, available_host_bytes, page_rounded
 from hybridtrain.plan.placement import Placement
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
@@ -72,7 +72,7 @@ def test_bytes_round_up_to_whole_pages(num_bytes: int, pages: int) -> None:
 
 
 @contextmanager
-def content(place: str, folder: Path) -> Iterator[Bytes]:
+def content(place: str, folder: Path) -> Iterator[BufferContent]:
     if place == "host":
         host = HostBytes(2 * PAGE, pinned=False)
         yield host

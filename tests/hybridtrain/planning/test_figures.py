@@ -6,7 +6,7 @@ import pytest
 from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation, Int8Optimizer, MixedPrecision, Pipeline
 from hybridtrain.plan.compose import compose
-from hybridtrain.planning.dry_runs import DryRun, RunSetup, dry_run
+from hybridtrain.planning.dry_runs import DryRun, DryRunInputs, dry_run
 from hybridtrain.planning.figures import figures_of_ranks, memory_figures, unit_names
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
@@ -141,7 +141,7 @@ def test_of_ranks_bytes_are_of_the_fullest_and_time_of_the_slowest() -> None:
     plan = compose([Pipeline(stages=3), GradAccumulation(grad_accum_steps=3)])
     config = replace(GPT2_UNTIED, num_blocks=4, vocab_size=500)
     workload = Workload(micro_batch_size=2, seq_len=16)
-    runs = RunSetup(model=config, plan=plan, card=CARD, workload=workload, world=World(size=3)).dry_run_ranks()
+    runs = DryRunInputs(model=config, plan=plan, card=CARD, workload=workload, world=World(size=3)).dry_run_ranks()
     found = figures_of_ranks(runs, with_timeline=False)
     assert found.ranks == {str(run.world.rank): run.device_used_bytes for run in runs}
     assert list(found.ranks) == ["0", "1", "2"]
@@ -150,7 +150,7 @@ def test_of_ranks_bytes_are_of_the_fullest_and_time_of_the_slowest() -> None:
     assert found.tokens_per_s == min(run.tokens_per_s for run in runs)
     assert found.fits
     poor = Host(memory_gib=2.5 * min(run.host_peak_bytes for run in runs) / 2**30, reserved_gib=0.0)
-    runs = RunSetup(
+    runs = DryRunInputs(
         model=config, plan=plan, card=CARD, workload=workload, world=World(size=3), host=poor
     ).dry_run_ranks()
     assert not figures_of_ranks(runs).fits_host

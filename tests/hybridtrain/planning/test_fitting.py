@@ -7,7 +7,7 @@ import pytest
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.planning import fitting
 from hybridtrain.planning.candidates import ARRANGEMENTS, CUT_ARRANGEMENTS, LEVELS, Candidate, FitRequest
-from hybridtrain.planning.fitting import METHODS, Method, TrainingOption, confirmed, fit, in_order, recommended
+from hybridtrain.planning.fitting import METHODS, Method, TrainingOption, best_option, confirmed, fit, in_order
 from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.cards.links import World
@@ -75,10 +75,10 @@ def test_of_ways_that_no_estimate_tells_apart_the_most_exact_is_recommended() ->
     exact, int8, bf16, factored = (
         option(level, speed) for level, speed in ((0, 90.0), (1, 94.0), (2, 95.5), (4, 100.0))
     )
-    assert recommended(in_order([exact, int8, bf16, factored])) is bf16
-    assert recommended([exact, int8, factored]) is factored
-    assert recommended([option(0, 100.0, fits=False), int8]) is int8
-    assert recommended([option(0, 100.0, fits=False)]) is None
+    assert best_option(in_order([exact, int8, bf16, factored])) is bf16
+    assert best_option([exact, int8, factored]) is factored
+    assert best_option([option(0, 100.0, fits=False), int8]) is int8
+    assert best_option([option(0, 100.0, fits=False)]) is None
     assert in_order([exact, factored, option(2, 200.0, fits=False)])[0] is factored
 
 

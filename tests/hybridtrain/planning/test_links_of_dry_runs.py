@@ -8,7 +8,7 @@ import pytest
 from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation, OptimizerOffload, Pipeline, Zero
 from hybridtrain.plan.compose import compose
-from hybridtrain.planning.dry_runs import DryRun, RunSetup, dry_run
+from hybridtrain.planning.dry_runs import DryRun, DryRunInputs, dry_run
 from hybridtrain.virtual_gpu.account.observer import Lane
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridtrain.virtual_gpu.cards.links import Collective, World
@@ -68,7 +68,7 @@ def test_the_stages_that_differ_are_run_and_the_fullest_comes_first() -> None:
     plan = compose([Pipeline(stages=4), GradAccumulation(grad_accum_steps=4)])
     model = replace(LLAMA, num_blocks=5, vocab_size=8)
     workload = Workload(micro_batch_size=1, seq_len=8)
-    runs = RunSetup(model=model, plan=plan, card=CARD, workload=workload, world=World(size=4)).dry_run_ranks()
+    runs = DryRunInputs(model=model, plan=plan, card=CARD, workload=workload, world=World(size=4)).dry_run_ranks()
     assert sorted(run.world.rank for run in runs) == [0, 1, 3]
     assert runs[0].world.rank == 0  # two of the five blocks, and most in flight
     sizes = [run.device_used_bytes for run in runs]
@@ -76,12 +76,12 @@ def test_the_stages_that_differ_are_run_and_the_fullest_comes_first() -> None:
     for run in runs:
         assert run.steps == dry_run(model, plan, CARD, workload, world=run.world).steps
     model = replace(model, vocab_size=2**16, num_blocks=4, tied=False)
-    stages = RunSetup(model=model, plan=plan, card=CARD, workload=workload, world=World(size=4)).dry_run_ranks()
+    stages = DryRunInputs(model=model, plan=plan, card=CARD, workload=workload, world=World(size=4)).dry_run_ranks()
     assert stages[0].world.rank == 3  # logits
 
 
 def test_of_ranks_that_share_all_work_two_are_run() -> None:
     workload = Workload(micro_batch_size=1, seq_len=8)
-    alone = RunSetup(model=MODEL, plan=PLAN, card=CARD, workload=workload)
+    alone = DryRunInputs(model=MODEL, plan=PLAN, card=CARD, workload=workload)
     assert [run.world.rank for run in replace(alone, world=World(size=4)).dry_run_ranks()] == [0, 3]
     assert [run.world.rank for run in alone.dry_run_ranks()] == [0]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridtrain.errors import PlanConflictError
+from hybridtrain.memory.stored_layout import streamed_blocks
 from hybridtrain.memory.transfer import VirtualTransfer
-from hybridtrain.memory.weight_slots import streamed_blocks
 from hybridtrain.models.model_config import PRESETS, Workload
 from hybridtrain.optim import Adafactor, AdamWConfig
 from hybridtrain.optimizations import (
@@ -34,7 +34,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import SETTINGS, suited
-from hybridtrain.planning.dry_runs import RunSetup
+from hybridtrain.planning.dry_runs import DryRunInputs
 from hybridtrain.planning.plan_changes import plan_changes
 from hybridtrain.reports.dry_run_report import plan_run
 from hybridtrain.stacks import stack_folder
@@ -214,7 +214,7 @@ def test_a_dry_run_tells_changes_beside_its_savings(tmp_path: Path) -> None:
     )
     files = stack_folder(None)
     stack = files.stack(str(file))
-    setup = RunSetup(
+    setup = DryRunInputs(
         model=PRESETS["gpt2-small"], plan=stack.plan(), card=find_card("rtx-4090"),
         workload=Workload(micro_batch_size=1, seq_len=16), world=World(link="nvlink"),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
-from hybridtrain.planning.dry_runs import RunSetup, dry_run
+from hybridtrain.planning.dry_runs import DryRunInputs, dry_run
 from hybridtrain.planning.savings import arithmetic_line, arithmetic_savings, planned_savings, savings_table, without
 from hybridtrain.reports.dry_run_report import phase_precision, phase_table
 from hybridtrain.run.train import train
@@ -41,7 +41,7 @@ WORK = Workload(micro_batch_size=2, seq_len=16)
 
 def test_a_saving_is_the_difference_of_two_dry_runs() -> None:
     card, host, config = find_card("rtx-3090"), Host(), TrainerConfig()
-    setup = RunSetup(model=GPT2_UNTIED, plan=compose(STACK), card=card, workload=WORK, host=host, config=config)
+    setup = DryRunInputs(model=GPT2_UNTIED, plan=compose(STACK), card=card, workload=WORK, host=host, config=config)
     whole = setup.dry_run()
     found = {saving.kind: saving for saving in planned_savings(STACK, whole, setup)}
     assert list(found) == [item.kind for item in STACK]

@@ -14,7 +14,7 @@ from tabulate import tabulate
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import DataError
-from hybridtrain.planning.dry_runs import RunSetup
+from hybridtrain.planning.dry_runs import DryRunInputs
 from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
 from hybridtrain.units import format_bytes, to_gib
 from hybridtrain.virtual_gpu.allocator.recorded_snapshot import read_snapshot
@@ -293,7 +293,7 @@ def plan_moves(files: ScenarioFiles, scenario: Scenario, say: Callable[[str], No
     for name in scenario.stacks:
         say(f"{scenario.name}, {name}")
         stack = files.stack(name)
-        setup = RunSetup(
+        setup = DryRunInputs(
             model=scenario.model.resolve(), plan=stack.plan(), card=card, host=scenario.host, config=stack.training(),
             workload=scenario.workload_of(name).micro_batch(stack.plan()),
         )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import DivergenceError
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
-from hybridtrain.planning.dry_runs import RunSetup
+from hybridtrain.planning.dry_runs import DryRunInputs
 from hybridtrain.planning.figures import MemoryFigures, figures_of_ranks
 from hybridtrain.progress import progress_bar
 from hybridtrain.run.environment import read_environment
@@ -218,7 +218,7 @@ def run_job(job: Job) -> StackRun:
     plan, training = job.stack.plan(), job.stack.training()
     try:
         if job.kind == "dry_run":
-            setup = RunSetup(
+            setup = DryRunInputs(
                 model=job.model, plan=plan, card=job.card, workload=job.workload.micro_batch(plan), host=job.host,
                 config=training, world=job.world,
             )  # fmt: skip

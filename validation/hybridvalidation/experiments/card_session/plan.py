@@ -7,7 +7,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import Workload, model_preset
 from hybridtrain.phase import Phase
 from hybridtrain.planning.candidates import FitRequest
-from hybridtrain.planning.dry_runs import RunSetup
+from hybridtrain.planning.dry_runs import DryRunInputs
 from hybridtrain.planning.figures import MemoryFigures, memory_figures
 from hybridtrain.planning.fitting import recommend
 from hybridtrain.stacks import Stack
@@ -88,7 +88,7 @@ def plan_part(job: PlanJob) -> PlannedPart:
         fault = f"{part.num_sequences} sequences cannot be divided into {accum_steps} micro-batches"
         raise ConfigError(part.name, [fault])
     workload = Workload(micro_batch_size=part.num_sequences // accum_steps, seq_len=part.seq_len)
-    run = RunSetup(
+    run = DryRunInputs(
         model=model, plan=plan, card=job.card, workload=workload, host=job.host, config=stack.training()
     ).dry_run()
     fault = (

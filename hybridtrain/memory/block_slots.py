@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtrain.memory.copy_engine import CopyEngine, Gather
 from hybridtrain.memory.formats import StoredWeight
 from hybridtrain.memory.shards import Shards
+from hybridtrain.memory.stored_layout import StoredLayout
 from hybridtrain.memory.tier import HostBytes, Ticket, TierBuffer
 from hybridtrain.memory.tier_tensor import Stored, TierTensor
-from hybridtrain.memory.weight_slots import StoredLayout
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
@@ -67,7 +67,7 @@ class Visit:
     """Whether all of a block is used that is cut among ranks, so that it can be gathered ahead."""
 
 
-class BlockPlaces:
+class BlockSlots:
     """Brings what is stored of blocks to the device, ahead of its use where visits are planned, and back.
 
     ``streamed`` blocks wait below the device and share ``num_slots``; ``layout`` is that of a block's stored tensors.
