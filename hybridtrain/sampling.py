@@ -27,7 +27,7 @@ def sample_text(
     if max(tokens) >= model.config.vocab_size:
         raise DataError(
             f"sample prompt {prompt!r}: token {max(tokens)} is outside the model's vocabulary of "
-            f"{model.config.vocab_size}; choose a prompt of its tokens, or sample_tokens = 0 for data that are no bytes"
+            f"{model.config.vocab_size}; choose another prompt, or sample_tokens = 0 if the data are not bytes"
         )
     model.eval()
     for _ in range(num_tokens):

@@ -60,7 +60,8 @@ class FileTensor:
                 count = file.readinto(rest)
                 if not count:
                     raise ConfigError(
-                        str(self.path), [f"{self.name}: the file ends within it and did not before; {_COPY_AGAIN}"]
+                        str(self.path),
+                        [f"{self.name}: the file became shorter while it was read; {_COPY_AGAIN}"],
                     )
                 rest = rest[count:]
         return values_P

@@ -36,7 +36,7 @@ def list_names(kind: Kind | None = None, /, *, common: Recorded = RECORDED) -> A
 def doctor(*, log: Annotated[Path | None, Parameter(name="--from")] = None, common: Common = COMMON) -> Answer:
     """Check this machine, or diagnose a log: what went wrong, why, and what to do.
 
-    Exit code 1 when something is there and does not work, or the log has nothing that is known: no trouble, no figures.
+    Exit code 1 when something installed does not work, or a log holds neither a known trouble nor any figures.
 
     Example: hybridtrain doctor --from run/log.jsonl
 

@@ -120,7 +120,7 @@ def virtual(
         host_memory: Of the machine around the card, as 64GiB or 128GB; default: as much as is asked for.
         steps: Stop the script after so many optimizer steps; default: let it end.
         world: Cards that torchrun would start the script on; it runs as one rank of them (FSDP, DDP), nothing is sent.
-            Default: what a launcher says, else a script that nobody launched.
+            Default: the launcher's number; without a launcher a single process.
         rank: Which one.
         link: Between the cards: pcie, nvlink, ethernet, or a .toml file with its figures.
     """
@@ -223,12 +223,12 @@ def fit(
     Example: hybridtrain fit llama-7b --card rtx-4090 --host-memory 64GiB --write ways/
 
     Args:
-        seq: Tokens per sequence; default: 2048, or all positions of the model.
-        tokens_per_step: Tokens per optimizer step; default: 131072 in whole sequences.
+        seq: Tokens per sequence; default: 2048, or the model's maximum if that is less.
+        tokens_per_step: Tokens per optimizer step; default: 131072, rounded to whole sequences.
         tokens: Of the data set, for the hours it takes.
         method: full (at each level of exactness), lora, qlora; with commas between them.
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
-        world: Cards that train together; what they would hold alike is cut among them where the optimizer allows it.
+        world: Number of cards; state that would be equal on all is sharded if the optimizer allows it (ZeRO).
         quick: Leave out the full dry run of the fastest option: a few seconds less, and no bytes are planned.
         write: Folder for a stack file and a training file of every option that fits.
     """

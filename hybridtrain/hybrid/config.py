@@ -78,14 +78,14 @@ class HybridConfig:
             faults.append("strength: inf must be a finite number")
         if self.predictor == "linear" and self.full_steps < 2:
             faults.append(
-                "full_steps: 1 leaves linear no displacement, which is that since a block's first step; use 2"
+                "full_steps: 1 gives predictor 'linear' no displacement: it is measured from the first FULL step; use 2"
             )
         if self.correction_interval is not None and not self.correction_interval > 0:
             faults.append(f"correction_interval: {self.correction_interval} must be above 0")
         if self.correction_interval is not None and self.predictor == "linear":
             faults.append(
-                f"correction_interval: {self.correction_interval} does not go with predictor 'linear', whose line ends "
-                "with a true step; leave it out"
+                f"correction_interval: {self.correction_interval} cannot be used with predictor 'linear', whose "
+                "displacement ends at a true step; leave it out"
             )
         for name, low, high in (
             ("confidence_threshold", 0.0, 1.0),

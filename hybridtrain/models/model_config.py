@@ -297,7 +297,9 @@ def asked_workload(micro_batch_size: int, seq_len: int) -> Workload:
 def _check_tokens(workload: object, sequences: str, num_tokens: int) -> None:
     faults = below_least(workload, (sequences, "seq_len"))
     if num_tokens > MOST_TOKENS:
-        faults.append(f"seq_len: times {sequences} it is {num_tokens}, must be at most {MOST_TOKENS} tokens together")
+        faults.append(
+            f"seq_len: times {sequences} is {num_tokens} tokens; must be at most {MOST_TOKENS}; lower one of them"
+        )
     if faults:
         raise ValueError("\n".join(faults))
 

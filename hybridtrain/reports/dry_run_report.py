@@ -150,12 +150,11 @@ class DryRunReport:
 
     def _host_line(self) -> str:
         host = self.run.host
-        there = "" if host.memory_gib is None else f", {host.memory_gib:g} GiB are assumed (--host-memory)"
+        there = "" if host.memory_gib is None else f" of {host.memory_gib:g} GiB (--host-memory)"
         return (
-            f"needs {format_bytes(self.host_needed_bytes)} of host memory "
-            f"({format_bytes(self.run.machine_host_bytes)} for tensors, "
-            f"{host.reserved_gib:g} GiB for system and process, assumed){there}, "
-            f"{format_bytes(self.run.machine_disk_bytes)} of disk (planned)"
+            f"host memory: needs {format_bytes(self.host_needed_bytes)}{there}: "
+            f"{format_bytes(self.run.machine_host_bytes)} for tensors (planned), {host.reserved_gib:g} GiB assumed for "
+            f"system and process; disk: {format_bytes(self.run.machine_disk_bytes)} (planned)"
         )
 
     def _answer(self) -> Iterator[str]:

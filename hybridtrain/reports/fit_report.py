@@ -42,9 +42,9 @@ from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.cards.roofline import Bound
 
 _QUALITY = {
-    "exact": "exact: fp32 masters and moments; the yardstick",
-    "lora": "trains 16 directions of each matrix; the guide's page LoRA",
-    "qlora": "as lora, over weights rounded to 4 bits; the guide's page NF4 weights",
+    "exact": "the reference for the others",
+    "lora": "see the guide's page LoRA",
+    "qlora": "see the guide's pages LoRA and NF4 weights",
 }
 _PERCENT = 100
 _SEQ_LEN, _TOKENS_PER_STEP = 2048, 131072
@@ -227,10 +227,10 @@ class FitReport:
                 for option in self.options
             ),
             (
-                "\nbytes and speeds with ~ are extended from a dry run of three blocks, with ~~ by arithmetic alone; "
-                f"others are {evidence}, by a dry run of every block; times are estimated (roofline): recorded full "
-                f"training on cards that were left out of its fit was {TIME_ERROR:.1%} off on average; where a step "
-                f"waits, {WAITING_ERROR:.1%} on cards of the fit"
+                "\n~: extrapolated from a dry run of three blocks. ~~: arithmetic alone. "
+                f"No mark: {evidence}, by a dry run of every block.\n"
+                f"Times are roofline estimates. On published full training, on cards not used to calibrate, they are "
+                f"off by {TIME_ERROR:.1%} on average; where steps wait for copies, by {WAITING_ERROR:.1%}."
             ),
             (
                 "bottleneck: what most of a step's time goes to; micro-batch: sequences x micro-batches a step; kept: "
@@ -247,13 +247,16 @@ class FitReport:
                 "nothing fits: allow a smaller --seq or --tokens-per-step, more --host-memory, or take a larger card"
             )
         else:
-            goal = "write the files that train" if self.folder is None else f"train {format_count(self.tokens)} tokens"
+            goal = (
+                "write its training files" if self.folder is None else f"train it on {format_count(self.tokens)} tokens"
+            )
             lines.append(
-                f"{goal}, of the options estimated within 5 % of the fastest the most exact: {self.command(best)}"
+                f"recommended: {best.name}, the most exact option within 5 % of the fastest; to {goal}:\n"
+                f"  {self.command(best)}"
             )
             others = [train_path(Path(), option).name for option in self.options if option.fits and option is not best]
             if others and self.folder is not None:
-                lines.append(f"or by another file there: {', '.join(others)}")
+                lines.append(f"other training files there: {', '.join(others)}")
             if self.folder is not None and best.method != "full" and self._model in PRESETS:
                 lines.append(
                     f"first: put the weights, a folder of Hugging Face, into {_weights_folder(self._model)} (or name "
@@ -292,7 +295,7 @@ class FitReport:
         return FitVerdict.FITS if option.fits else FitVerdict.BARELY if fits_host and is_within else FitVerdict.NO
 
     def _quality(self, option: TrainingOption) -> str:
-        missing = "not tested; the guide's page Which stack names the nearest configuration that was"
+        missing = "not tested; the guide's page Which stack names the nearest tested configuration"
         note = "no records of quality here (--results)" if self.notes is None else self.notes.get(option.name, missing)
         return "; ".join(filter(None, (_QUALITY.get(option.name, ""), note)))
 

@@ -47,18 +47,17 @@ def gate(
     *names: ScenarioName, accept: Flag = False, reason: str = "", jobs: Count | None = None,
     markdown: Path | None = None, common: Recorded = RECORDED,
 ) -> Answer:  # fmt: skip
-    """Plan again, or compile kernels again, and compare with what is kept, to the byte.
+    """Repeat all plans, or builds of kernels, and compare them with the accepted ones, byte by byte.
 
     Exit codes: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured.
 
     Example: hybridtrain gate 1b-16gb
 
     Args:
-        names: Of scenarios; default: all. 'recorded' and 'peers' plan others' trainers again, where their packages are
-            installed ('recorded/peft' those of one file); 'kernels' compiles all Triton kernels for every card
-            ('kernels/sm_89' for one).
+        names: Scenarios (default: all), or: recorded, peers (other trainers, where their packages are installed;
+            recorded/peft for one file), kernels (Triton kernels compiled for every card; kernels/sm_89 for one).
         accept: Keep today's figures: a new record stands for the one before it.
-        reason: Why kept figures may change; --accept needs it, and it stands in the new records.
+        reason: Why accepted figures may change; --accept needs it where one is replaced. New records keep it.
         jobs: Processes at a time; default: one for each core.
         markdown: Write what was found for a pull request; GitHub's step summary and annotations come by themselves.
     """
@@ -416,7 +415,9 @@ def study(
     study: str, /, *, jobs: Count = 1, max_runs: Count | None = None, rung: str | None = None, forecasts: Flag = False,
     verify: Flag = False, common: Recorded = RECORDED,
 ) -> Answer:  # fmt: skip
-    """Compare options to train, time to loss or quality, by a registered protocol; what is missing is run.
+    """Compare ways to train, by final loss or by the cost to reach one, under a protocol fixed beforehand.
+
+    Runs that have no record yet are made.
 
     Example: hybridtrain study tuned-0.1m --jobs 2 --max-runs 4
 
@@ -426,8 +427,8 @@ def study(
         max_runs: Stop after so many; the study can go on later.
         rung: Of a ladder: make the runs of this model size alone, whether those before it are finished or not.
         forecasts: Score the loss forecasters on the recorded losses.
-        verify: Of a ladder: run nothing, compute the first steps of one record of every configuration again, and
-            compare every stack with the configuration whose runs it shares; exit code 1 when something differs.
+        verify: Ladders only: make no new runs. Repeat the first steps of one recorded run per configuration, and check
+            that each stack still equals the configuration whose runs it shares. Exit code 1 on a difference.
     """
     from hybridtrain.config.encode import encode
     from hybridtrain.errors import ConfigError, unknown_name

@@ -106,8 +106,8 @@ num_kv_heads = 1
 ffn_width = 8
 """
 NINE_PATHS = [
-    "$.description", "$.stacks", "$.model", "$.card", "$.workload.sequence", "$.workload.batch_size", "$.workload.seq_len",
-    "$.accuracy.seeds[1]", "$.accuracy.proxy.family",
+    "$.description", "$.stacks", "$.model", "$.card", "$.workload.sequence", "$.workload.batch_size",
+    "$.workload.seq_len", "$.accuracy.seeds[1]", "$.accuracy.proxy.family",
 ]  # fmt: skip
 TRAIN = f"""\
 num_steps = 4
@@ -544,8 +544,8 @@ def test_the_host_is_the_one_that_recommend_assumes_and_the_answer_says_so(comma
     Path("scenarios/stacks/lean.toml").write_text(OFFLOADS)
     arguments = dry_run(stack="lean", card="rtx-4090")
     assert command(*arguments) == 0
-    assert "needs 4.00 GiB of host memory (" in command.out
-    assert "64 GiB are assumed (--host-memory)" in command.out
+    assert "host memory: needs 4.00 GiB" in command.out
+    assert "of 64 GiB (--host-memory)" in command.out
     assert command(*arguments, "--host-memory", "4.0001GiB") == 1
     assert "DOES NOT FIT: host " in command.out
     found = command.json(*arguments, "--host-memory", "4.0001GiB", code=1)
@@ -1072,7 +1072,7 @@ def test_a_fault_of_ours_is_a_sentence_and_a_report(
 def test_a_stop_that_python_drops_is_asked_for_again(number: signal.Signals, code: int, *, is_slow: bool) -> None:
     program = """
 import os, signal, sys, threading, time, weakref
-from hybridtrain.cli import machine_verbs as machine, main
+from hybridtrain.cli import machine, main
 class Tensor: pass
 class SlowTimer(threading.Timer):  # asks before the one who set it goes on
     def start(self):
@@ -1103,7 +1103,7 @@ sys.exit(main.main(["list", "models"]))
 def test_sigterm_lets_folders_and_children_go(tmp_path: Path) -> None:
     program = """
 import sys, tempfile, time
-from hybridtrain.cli import machine_verbs as machine, main
+from hybridtrain.cli import machine, main
 def work(*_):
     with tempfile.TemporaryDirectory(dir=sys.argv[1]):
         print("in", flush=True)
