@@ -80,7 +80,7 @@ def _train(settings: Mapping[str, Any]) -> None:
 
 
 def _policy() -> Any:
-    """Return what becomes a unit: every layer, and every trained matrix by itself."""
+    """Return the FSDP wrapping policy: every layer, and every trained matrix by itself."""
 
     def is_trained_leaf(module: nn.Module) -> bool:
         weight = getattr(module, "weight", None)

@@ -85,7 +85,7 @@ def train(task: Task) -> list[float]:
 
 
 def _quantized(task: Task, settings: Mapping[str, Any]) -> Any:
-    """Return what ``from_pretrained`` makes with a ``BitsAndBytesConfig``, of random weights instead of a file's."""
+    """Build the model of ``from_pretrained`` with a ``BitsAndBytesConfig``, from random weights instead of a file's."""
     whole = build_model(task)
     kind, config, weights = type(whole), whole.config, whole.state_dict()
     return kind.from_pretrained(

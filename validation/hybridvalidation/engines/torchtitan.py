@@ -156,7 +156,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added to x."""
+        """Return the layer's addition to x."""
         return self.w2(functional.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
 
 

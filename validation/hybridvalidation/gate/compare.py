@@ -19,7 +19,7 @@ _TIERS = (("host memory", "host_peak_bytes"), ("disk", "disk_peak_bytes"))
 
 
 def compare(old: MemoryFigures, new: MemoryFigures) -> list[tuple[GateExit, str]]:
-    """Return what changed, each with its code; nothing where the plans are equal, and only there.
+    """Return the changes, each with its code; none only where the plans are equal.
 
     What has no words of its own is named where nothing else changed.
     """

@@ -1,4 +1,4 @@
-"""What the source documents state as a default, and what this program has: read from its classes, with a reason."""
+"""Defaults of the source documents beside those of this program: read from its classes, with a reason."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""The record of one benchmark case: what every provider took, or why it took no part. Bytes are integers."""
+"""Record of one benchmark case: every provider's figures, or the reason for none. Bytes are integers."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

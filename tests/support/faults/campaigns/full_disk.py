@@ -1,4 +1,4 @@
-"""Disks that take no more, and disks that fail, at a random moment of a run."""
+"""Full disks and failing disks at a random moment of a run."""
 
 import errno
 import os
@@ -62,7 +62,7 @@ def _fill(order: Order) -> Tally:
 
 
 def _once(run: Run, draw: random.Random, largest: int, wanted: tuple[object, ...]) -> tuple[str, str]:
-    """Run it on such a disk, then on a sound one; return what came of it."""
+    """Run on the faulty disk, then on a sound one; return the outcome."""
     if draw.random() < 0.5:
         limit = draw.randint(0, largest)
         told, work = f"files of at most {limit} bytes", _limited(limit, telling(run.go))

@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments, again and again, in the midst of saving and loading too."""
+"""Runs that are killed repeatedly at random moments, also while saving and loading."""
 
 import os
 import random
@@ -18,7 +18,7 @@ _LATE: Final = "done before"
 
 
 def _killing_at(states: Path, number: int, work: Callable[[], None]) -> Callable[[], None]:
-    """Return work that kills its own process at its ``number``-th touch of saved states."""
+    """Return work that kills its own process at its ``number``-th access to checkpoints."""
 
     def killed() -> None:
         left = number
@@ -62,12 +62,12 @@ def _kill(order: Order) -> Tally:
 
 
 def _num_late(tally: Tally) -> int:
-    """Return how many kills came too late to count."""
+    """Return the number of kills that came too late to count."""
     return sum(outcomes.get(_LATE, 0) for outcomes in tally.counts.values())
 
 
 def _once(run: Run, draw: random.Random, seconds: float, num_touches: int, tally: Tally) -> str:
-    """Let a run go on and kill it; count the kill, and a fault where steps are lost that were saved."""
+    """Resume a run and kill it; count the kill, and a fault where saved steps are lost."""
     saved = run.steps_saved()
     in_files = draw.random() < 0.5
     at = draw.randint(1, num_touches) if in_files else draw.uniform(0, 1.2 * seconds)

@@ -1,4 +1,4 @@
-"""Processes that get no more memory (``ulimit -v``, ``ulimit -d``) at a random point of a run."""
+"""Processes that run out of memory (``ulimit -v``, ``ulimit -d``) at a random point of a run."""
 
 import random
 import resource
@@ -15,7 +15,7 @@ from hybridtrain.units import KIB
 _LIMITS: Final[Mapping[str, tuple[int, str]]] = {
     "address space": (resource.RLIMIT_AS, "VmSize"), "data": (resource.RLIMIT_DATA, "VmData"),
 }  # fmt: skip
-"""What is limited, and what the system calls it in /proc/self/status."""
+"""Limit, and its name in /proc/self/status."""
 _WIDTH: Final = 256
 """Of models whose tensors are too large for memory that the process was given back."""
 _MORE: Final = 1.1
@@ -31,7 +31,7 @@ def _held(what: str) -> int:
 
 
 def _taken(run: Run) -> int:
-    """Return how much address space an unbroken run takes, in bytes, beside what its process began with."""
+    """Return the bytes of address space that an undisturbed run adds to those of its process."""
 
     def measured() -> int:
         before = _held("VmSize")
@@ -58,7 +58,7 @@ def _limit(order: Order) -> Tally:
 
 
 def _once(run: Run, name: str, num_bytes: int, wanted: tuple[object, ...]) -> tuple[str, str]:
-    """Run it with so much more memory, then with as much as it likes; return what came of it."""
+    """Run with limited additional memory, then without a limit; return the outcome."""
     kind, held = _LIMITS[name]
 
     def begin() -> None:

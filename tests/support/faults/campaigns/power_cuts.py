@@ -1,4 +1,4 @@
-"""Disks as a power cut leaves them at any moment of a run: the run is resumed from each."""
+"""Disk images that a power cut may leave at any moment of a run; the run is resumed from each."""
 
 import random
 import shutil
@@ -27,7 +27,7 @@ def _cut(order: Order) -> Tally:
 
 
 def _is_saved(acts: list[Act]) -> bool:
-    """Return whether a state was moved to its place and waited for."""
+    """Return whether a checkpoint was renamed into place and synced."""
     moved = [number for number, act in enumerate(acts) if act.kind == "os.rename" and "step-" in Path(act.target).name]
     return bool(moved) and any(act.kind == "sync folder" for act in acts[moved[0] :])
 

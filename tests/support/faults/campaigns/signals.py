@@ -1,4 +1,4 @@
-"""Runs that are asked to stop, once or twice, at random moments and in the midst of saving and loading."""
+"""Runs that are interrupted by a signal, once or twice, at random moments, also while saving and loading."""
 
 import os
 import random
@@ -18,14 +18,14 @@ _LONGEST_PAUSE_S: Final = 0.05
 _LEAST_S: Final = 0.002
 """Before a first one: what comes before the command is at work is the interpreter's."""
 _ASKED: Final = "stopping after this step"
-"""What a run says that will save and end."""
+"""Message of a run that will save and end."""
 _SAVED: Final = 75
 _AT_ONCE: Final = {signal.SIGINT: {130}, signal.SIGTERM: {143, -signal.SIGTERM}}
 """Exit codes without an end of its own; a shell says 143 of both."""
 
 
 def _signalled(run: Run, number: signal.Signals, touch: int, after_s: float, again_s: float | None) -> None:
-    """Run the command, which gets a signal at its ``touch``-th touch of saved states (0: after a time), perhaps two."""
+    """Run the command; send one signal or two at its ``touch``-th access to checkpoints (0: after a time)."""
     left = touch
 
     def later(seconds: float) -> None:
@@ -78,7 +78,7 @@ def _stop(order: Order) -> Tally:
 
 
 def _once(run: Run, draw: random.Random, seconds: float, num_touches: int, tally: Tally) -> str:
-    """Let a run go on and ask it to stop; count what came of it."""
+    """Resume a run and interrupt it; count the outcome."""
     before, number = run.steps_saved(), draw.choice((signal.SIGINT, signal.SIGTERM))
     touch = draw.randint(1, num_touches) if draw.random() < 0.5 else 0
     after_s = draw.uniform(_LEAST_S, seconds)
@@ -92,7 +92,7 @@ def _once(run: Run, draw: random.Random, seconds: float, num_touches: int, tally
 
 
 def _fault(run: Run, before: int, code: int, number: signal.Signals, *, is_one: bool) -> str:
-    """Return what was not survived; empty: nothing."""
+    """Return the failure; empty: none."""
     said, saved, logged = run.said.read_text(), run.steps_saved(), run.steps_logged()
     if "Traceback" in said or code not in {0, _SAVED, *_AT_ONCE[number]}:
         return "ended otherwise"

@@ -1,4 +1,4 @@
-"""Two at once: runs in one folder, and appends to one file of records."""
+"""Two concurrent writers: runs in one folder, and appends to one file of records."""
 
 import random
 import shutil

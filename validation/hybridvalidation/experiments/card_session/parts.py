@@ -1,4 +1,4 @@
-"""The parts of the evidence, the most valuable first, and whether one can still be started."""
+"""Parts of the evidence, the most valuable first, and whether one can still be started."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _PAIR_MODELS = ("gpt2-large", "gpt2-xl", "gpt2-1b")
 PAIR_STACKS = ("vanilla", "mixed", "phase2-lite", "balanced", "streaming", "conservative", "tight")
 """Stacks of the scenario folder that small models are tried with."""
 _PAIR_CAPS_GIB = {24: _PAIR_MODELS, 16: ("gpt2-large", "gpt2-1b")}
-"""Which models are worth trying under which cap."""
+"""Models to try under each cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Part:
 
     @property
     def cap_bytes(self) -> int:
-        """What the run may take of the card, CUDA context included."""
+        """Bytes of the card that the run may use, CUDA context included."""
         return self.cap_gib * GIB
 
 
@@ -97,7 +97,7 @@ def effective_cap(part: Part, total_bytes: int, others_bytes: int) -> int:
 
 
 def shortage(part: Part, total_bytes: int, others_bytes: int) -> str:
-    """Return why the card cannot hold the part's cap."""
+    """Return the reason why the card cannot hold the part's cap."""
     if total_bytes < _SHORTAGE * part.cap_bytes:
         return f"the card is too small: it has {format_bytes(total_bytes)}, the part wants {part.cap_gib} GiB"
     return (
