@@ -117,7 +117,7 @@ def answer_of(ended: Ended[A], run: object, experiment: str) -> A:
     """
     if ended.answer is None:
         raise HybridTrainError(
-            f"{experiment}: {run} has no record: {ended.fault}; runs that ended are kept, the same command goes on "
+            f"{experiment}: {run} has no record: {ended.fault}; finished runs are kept, the same command resumes "
             "behind them"
         )
     return ended.answer

@@ -85,7 +85,7 @@ def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
     is_kept = any(found.records for found in plans) or any(plan.recorded is not None for plan in others)
     is_kept |= bool(capabilities) and kernel_gate.baseline_path(results).exists()
     if order.accept and is_kept and not order.reason:
-        fault = "--reason: missing; say in a line why figures that are kept may change, it stands in the new records"
+        fault = "--reason: missing; give in a line the reason for changed figures, which the new records keep"
         raise ConfigError("gate --accept", [fault])
     parts = [compare_plans(files, plans, order, results)] if plans else []
     parts += [compare_others(others, order)] if others else []

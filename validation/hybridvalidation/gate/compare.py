@@ -43,7 +43,7 @@ def compare(old: MemoryFigures, new: MemoryFigures) -> list[tuple[GateExit, str]
 
 
 def moved(old: MemoryFigures, new: MemoryFigures) -> str:
-    """Name the holders whose bytes at the peak changed, largest change first; like blocks are told together."""
+    """Name the holders whose bytes at the peak changed, largest change first; like blocks are grouped."""
     return _named(old.by_unit, new.by_unit) or "nothing moved at the peak"
 
 

@@ -45,7 +45,7 @@ def _of(cls: type, name: str) -> Callable[[], object]:
 DEFAULTS = (
     Default(
         option="optimizations of a run", documented="checkpointing", reason=(
-            "Plain training, to the bit, is what every saving is told against. `hybridtrain fit` names the gentlest "
+            "Plain training, to the bit, is the baseline of every saving. `hybridtrain fit` names the gentlest "
             "stack that fits."
         ), ours=lambda: _of(TrainFile, "optimizations")() or "none",
     ),

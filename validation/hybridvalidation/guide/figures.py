@@ -79,7 +79,7 @@ class Figures(Results):
         return recommendations(self)
 
     def ladder(self, rung: str, word: str) -> str:
-        """Return the parameters of a model size of the quality ladder, or how many configurations have a verdict."""
+        """Return the parameters of a model size of the quality ladder, or its number of verdicts."""
         judged = [found for found in self._ladder if found.size.name == rung]
         number = Counter(found.finding for found in judged)
         told = {finding.value: lambda finding=finding: str(number[finding]) for finding in Finding}

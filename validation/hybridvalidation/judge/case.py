@@ -13,7 +13,7 @@ from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.scenario import BASELINE_STACK, Target
 
 RATE_METRICS = frozenset({"slowdown_x", "relative_throughput_x"})
-"""Told against the scenario's ``rate_baselines``, at equal tokens a step."""
+"""Told against the scenario's ``rate_baselines``, at equal tokens per step."""
 ACCURACY_METRICS = frozenset({"accuracy_retention_pct", "accuracy_loss_pct", "relative_weight_difference"})
 """Of trained proxies."""
 
@@ -75,7 +75,7 @@ class Case:
             return f"no dry run of {names[0]}"
         if self.target.metric in RATE_METRICS:
             tokens = self.run.scenario.workload_of(self.stack).batch_size * self.run.scenario.workload.seq_len
-            return f"no dry run of {self.baseline} with {tokens:,} tokens a step"
+            return f"no dry run of {self.baseline} with {tokens:,} tokens per step"
         return f"nothing computes {self.target.metric}"
 
     @property

@@ -184,13 +184,13 @@ def judge_attention(record: AttentionRecord, targets: Mapping[str, Target]) -> l
         stack = f"{model} at {point.seq_len} tokens"
         holding = next((other.seq_len for other in points if other.saving_pct >= stated), None)
         remark = (
-            f"{stated:g} % from {holding:,} tokens on; of what waits between forward and backward "
+            f"{stated:g} % from {holding:,} tokens on; of the bytes kept between forward and backward "
             f"{point.kept_saving_pct:.2f} %"
             if holding is not None
             else f"{stated:g} % at no length up to {points[-1].seq_len:,}"
         )
         saving = Metric(point.saving_pct, Evidence.PLANNED, "%", remark=remark)
-        alone = "no recorded run tests this of one op: whether it is slower is told, by how much it is faster is not"
+        alone = "no recorded run tests this of one op: it shows whether it is slower, not by how much it is faster"
         cost = Metric(point.time_overhead_pct, Evidence.ESTIMATED, "%", remark=alone, is_untested=True)
         verdicts += [
             judge_metric(targets[name], stack, metric, record=f"attention {record.key}")

@@ -72,7 +72,7 @@ class WeightAverage:
 
 
 def shifted(batch: TokenBatch) -> TokenBatch:
-    """Return a batch in which every byte stands for another one: the statistics of a text nobody has seen."""
+    """Return a batch with permuted bytes: the statistics of an unseen text."""
 
     def swapped(token_ids_BT: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         result: npt.NDArray[np.int64] = (token_ids_BT * _ODD + _OFFSET) % NUM_BYTE_TOKENS

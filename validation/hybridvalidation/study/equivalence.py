@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def scale(self) -> tuple[int, float]:
-        """Parameters, and tokens per parameter from the start; what is fine-tuned was trained on so many before."""
+        """Parameters, and tokens per parameter from the start; fine-tuned ones were trained on as many before."""
         return self.size.model.num_params, self.size.tokens_per_param
 
     @property

@@ -224,7 +224,7 @@ def _speedup(study: StudyFile, _made: Made, figures: MethodFigures) -> Metric:
     remark = (
         f"{study.model.num_params / 1e6:.2f}M parameters, {len(ratios)} seeds, against AdamW with tuned "
         f"learning rate and betas; {figures.mean('predicted_steps'):,.0f} predicted beside {study.num_steps:,} true "
-        f"steps; the compute factor, probes taken out, over the processor time of a step in AdamW's, by seed {told}"
+        f"steps; the compute factor without probes, over the processor time of a step in AdamW's, by seed {told}"
     )
     metric = _executed(samples, remark)
     if not figures.bounds:

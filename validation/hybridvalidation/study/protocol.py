@@ -676,7 +676,7 @@ def _size_faults(
 
 
 def _twice(key: str, names: list[str]) -> list[str]:
-    return [f"{key}: '{name}' stands twice" for name in sorted({name for name in names if names.count(name) > 1})]
+    return [f"{key}: '{name}' appears twice" for name in sorted({name for name in names if names.count(name) > 1})]
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

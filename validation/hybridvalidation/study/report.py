@@ -477,7 +477,7 @@ def _extrapolations(ladder: LadderFile, made: LadderMade) -> str:
         return f"Extrapolation to {far}: none yet, too few model sizes are finished."
     return (
         f"Extrapolation to {far}, no measurement: a line through the differences of all finished model sizes over the "
-        f"logarithms of size and length, if it went on so far: {'; '.join(told)}."
+        f"logarithms of size and length, extended that far: {'; '.join(told)}."
     )
 
 

@@ -97,8 +97,8 @@ def _check_text(study: Study, found: set[str], path: Path) -> None:
     if others := sorted(digest[:8] for digest in found - known):
         raise RecordError(
             f"{path}: its runs had the text {', '.join(others)}, this machine has "
-            f"{', '.join(sorted(digest[:8] for digest in known))}; go on with the same version of Python, or begin "
-            "anew with other --results"
+            f"{', '.join(sorted(digest[:8] for digest in known))}; resume with the same version of Python, or start "
+            "again with other --results"
         )
 
 

@@ -104,7 +104,7 @@ class Trial:
         self._sampler, self._num_micro_batches = sampler, num_micro_batches
 
     def train(self, num_steps: int) -> None:
-        """Run true steps until so many are done, with what lies between them; raises ``DivergenceError``."""
+        """Run true steps up to a number, with the phases between them; raises ``DivergenceError``."""
         while self.trainer.steps_done < num_steps:
             self.before_step()
             result = self.hybrid.advance(self.batches)
@@ -113,10 +113,10 @@ class Trial:
                 self.after_step(result.step)
 
     def before_step(self) -> None:
-        """Called before each phase step."""
+        """Handle the begin of a phase step."""
 
     def after_step(self, step: int) -> None:
-        """Called after each true step, of which so many are done."""
+        """Handle the end of a true step."""
 
     def batches(self, step: int) -> list[TokenBatch]:
         """Return the micro-batches of a step."""
@@ -292,7 +292,7 @@ class LadderTrial(Trial):
         super().__init__(trainer, recipe.hybrid if recipe.jumps else None, sampler, num_micro_batches=count)
 
     def train(self, num_steps: int) -> None:
-        """Run true steps until so many are done; raises ``DivergenceError``."""
+        """Run true steps up to a number; raises ``DivergenceError``."""
         with self._arithmetic():
             super().train(num_steps)
             self.trainer.enter_phase(Phase.FULL)

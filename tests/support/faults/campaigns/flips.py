@@ -69,8 +69,8 @@ def _found(states: Path, older: str, told: str) -> tuple[str, str]:
 FLIPS: Final = Campaign(
     name="flips",
     says=(
-        "The newest of two saved states of each kind of run gets one flipped bit (three in four) or a page of 4 KiB of "
-        "zeros, anywhere in its files. Survived: it is told as damaged, and the state before is taken."
+        "The newer of two checkpoints of each kind of run gets one flipped bit (three in four) or a zeroed page of 4 "
+        "KiB, anywhere in its files. Passed: the damage is reported, and the previous checkpoint is loaded."
     ),
     count=1_000,
     run=_flip,

@@ -95,10 +95,10 @@ def _once(run: Run, draw: random.Random, seconds: float, num_touches: int, tally
 KILLS: Final = Campaign(
     name="kills",
     says=(
-        "Runs of each kind are killed (SIGKILL) up to eight times, half of the time at a random moment, half of the "
-        f"time at a random touch of their saved states, and resumed. States are saved every {SAVE_EVERY} steps, beside "
-        "the steps that follow. Survived: no saved step is lost, and of others no more than were done since the save "
-        "before the one at work; the run ends with the unbroken run's tensors and losses, to the bit, and no leftovers."
+        "Runs of each kind are killed (SIGKILL) up to eight times and resumed, at a random moment or a random access "
+        f"to checkpoints. They save every {SAVE_EVERY} steps, beside the following steps. Passed: no saved step is "
+        "lost, and of others at most those since the save before the current one. The run ends with the undisturbed "
+        "run's tensors and losses, to the bit, and no leftovers."
     ),
     count=1_000,
     run=_kill,

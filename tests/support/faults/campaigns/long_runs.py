@@ -96,9 +96,9 @@ def _go_on(order: Order) -> Tally:
 LONG_RUNS: Final = Campaign(
     name="long-runs",
     says=(
-        f"Runs of each kind go {_STEPS:,} steps and save every {_SAVE_EVERY}; their resident memory is read every "
-        f"{_LOOK_EVERY_S * 1e3:g} ms. Survived: after {_WARM_UP} steps the most of any {2 * _SAVE_EVERY} steps is "
-        f"within {_MOST_GROWTH_BYTES // MIB} MiB of the first such most."
+        f"Runs of each kind take {_STEPS:,} steps and save every {_SAVE_EVERY}; resident memory is sampled every "
+        f"{_LOOK_EVERY_S * 1e3:g} ms. Passed: after {_WARM_UP} steps the peak of any {2 * _SAVE_EVERY} steps is "
+        f"within {_MOST_GROWTH_BYTES // MIB} MiB of the first one."
     ),
     count=len(KINDS),
     run=_go_on,

@@ -81,10 +81,10 @@ def _once(run: Run, name: str, num_bytes: int, wanted: tuple[object, ...]) -> tu
 MEMORY_LIMITS: Final = Campaign(
     name="memory-limits",
     says=(
-        "Runs of each kind, by the command, whose process may take no more address space, or data (RLIMIT_AS, "
-        "RLIMIT_DATA), than it holds and a random part of what a run takes beside. Survived: the run ends with a "
-        "sentence, without traceback, signal or hang, and resumed without the limit it ends with the unbroken run's "
-        "tensors and losses, to the bit, and no leftovers."
+        "Runs of each kind, by the command, with a limit of address space or data (RLIMIT_AS, RLIMIT_DATA) at a "
+        "random part of a run's need. Passed: the run ends with a message, without traceback, signal or hang. "
+        "Resumed without the limit, it ends with the undisturbed run's tensors and losses, to the bit, and no "
+        "leftovers."
     ),
     count=100,
     run=_limit,

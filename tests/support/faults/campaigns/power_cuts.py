@@ -54,10 +54,10 @@ def _resumed(run: Run, is_saved: bool, wanted: tuple[object, ...], told: str) ->
 POWER_CUTS: Final = Campaign(
     name="power-cuts",
     says=(
-        "What a run of each kind does to its folder is recorded: files and names made, moved and removed, and what is "
-        "waited for (fsync). Images of the disk are made after a random act: what was waited for is there, of all else "
-        "any part. Survived: a state that was saved is there, and the run goes on from it to the unbroken run's "
-        "tensors, to the bit. The log, which nothing waits for, may have lost lines."
+        "File operations of a run of each kind are recorded: files and names made, moved and removed, and fsync "
+        "calls. Disk images are made after a random operation: synced content is there, of all else any part. "
+        "Passed: every saved checkpoint is there, and the run resumes from it to the undisturbed run's tensors, to "
+        "the bit. The log, which is never synced, may have lost lines."
     ),
     count=200,
     run=_cut,

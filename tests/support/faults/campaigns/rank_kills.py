@@ -290,14 +290,13 @@ def _num_broken(tally: Tally) -> int:
 RANK_KILLS: Final = Campaign(
     name="rank-kills",
     says=(
-        f"Runs on {' and '.join(map(str, _WORLDS))} ranks (gloo), started by the command in the environment that "
-        f"torchrun makes, lose one rank up to {_MOST_KILLS} times: it is killed (SIGKILL), or stands still (SIGSTOP) "
-        f"{_STAND_STILL:.0%} of the times, at a random moment, a random touch of saved states or a random collective; "
-        "then they go on, by another number of ranks in part, at last by 1, 2 or 4. Survived: the others end by "
-        "themselves, with exit code 1 and a message that names what happened, within the time that a rank waits "
-        f"({RANK_TIMEOUT_S:.0f} s here) for each of meeting, saving and the step; no saved state is torn and no saved "
-        "step lost; the run ends with the tensors and losses of one process that adds as so many ranks from "
-        "the same steps on, to the bit, and no leftovers."
+        f"Runs on {' and '.join(map(str, _WORLDS))} ranks (gloo), started by the command with torchrun's environment, "
+        f"lose one rank up to {_MOST_KILLS} times. It is killed (SIGKILL), or stopped (SIGSTOP, {_STAND_STILL:.0%} of "
+        "the times), at a random moment, checkpoint access or collective. The run then resumes, in part on another "
+        "number of ranks, at last on 1, 2 or 4. Passed: the other ranks exit with code 1 and a message that names "
+        f"the cause, within the timeout ({RANK_TIMEOUT_S:.0f} s here) of meeting, saving and the step. No checkpoint "
+        "is torn and no saved step lost. The run ends with the tensors and losses of one process that sums as these "
+        "ranks do, to the bit, and no leftovers."
     ),
     count=50,
     run=_break,

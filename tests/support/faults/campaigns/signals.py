@@ -123,12 +123,11 @@ def _of(run: Run) -> str:
 SIGNALS: Final = Campaign(
     name="signals",
     says=(
-        "Runs of each kind, by the command, get SIGINT or SIGTERM up to four times, half of the time at a random "
-        "moment, half of the time at a random touch of their saved states; a third of the time a second one within "
-        f"{_LONGEST_PAUSE_S:g} s. Survived: one that comes in training ends the run after its step, which is saved, "
-        "with exit code 75; before and after, and after a second one, the codes are 130 and 143, or 0 where the run "
-        "was done; no traceback, no saved step lost; resumed it ends with the unbroken run's tensors and losses, to "
-        "the bit, and no leftovers."
+        "Runs of each kind, by the command, get SIGINT or SIGTERM up to four times, at a random moment or a random "
+        f"access to checkpoints. A third of them get a second one within {_LONGEST_PAUSE_S:g} s. Passed: a signal in "
+        "training ends the run after its step, which is saved, with exit code 75. Before and after, and after a "
+        "second one, the codes are 130 and 143, or 0 for a finished run. No traceback, no saved step lost; resumed, "
+        "it ends with the undisturbed run's tensors and losses, to the bit, and no leftovers."
     ),
     count=200,
     run=_stop,

@@ -24,7 +24,7 @@ _HOW = (
     "record_step where it takes one; share: the snapshot's of the step at that interval. With / without is the ratio "
     "of the steps' medians; noise is that ratio between steps without it. Both are too coarse for so small a share, "
     "so the snapshot itself is timed. A card's step is far shorter than a processor's, so the share of the step "
-    f"estimated for {CARD_STEP_OF} is told too."
+    f"estimated for {CARD_STEP_OF} is shown too."
 )
 
 
