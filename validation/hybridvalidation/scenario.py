@@ -209,7 +209,7 @@ class Target:
     by_definition: str = ""
     """Why the figure is met whatever a program does, where it follows from how the recipe is written down."""
     parts: StatedParts | None = None
-    """Of totals that are derived anew from the model's shape."""
+    """Of totals that are recomputed from the model's shape."""
 
     def __post_init__(self) -> None:
         wanted = (self.low, self.high) if self.direction == "range" else (self.value,)

@@ -1,8 +1,8 @@
 """Memory of functions under ``torch.compile``: torch's own graphs, and Inductor's buffers for them.
 
-A virtual card runs eager code; recipes of others compile. Here torch traces the function, decomposes it as for Inductor
-and cuts the joint graph into a forward and a backward pass (``torch._functorch.partitioners``), so that what is saved
-and what is computed anew is torch's choice. Of each graph there exist in memory
+A virtual card runs eager code; recipes of others compile. Here torch traces the function and decomposes it as for
+Inductor. It cuts the joint graph into forward and backward (``torch._functorch.partitioners``), and so chooses what is
+saved and what is recomputed. Of each graph there exist in memory
 
     results of matrix products, attention and whatever else is no pointwise op, reduction or view
     results of reductions

@@ -16,7 +16,7 @@ class Verdict(StrEnum):
     EQUAL = "equal"
     GREW = "grew"
     SHRANK = "shrank"
-    """Fails too: a win that nobody approved is lost unseen by the next change."""
+    """Fails too: an unapproved gain is lost unseen by the next change."""
     NEW = "new"
     """There is nothing to compare with."""
     FITS_NO_MORE = "fits no more"

@@ -33,7 +33,7 @@ class ScenarioPlans:
     """Reference of each stack: the newest of its name, if it can be one of the same question, else that of another
     name which answers the same."""
     gone: tuple[str, ...]
-    """Stacks that have a record and are not asked any more: their budget would be given up without a word."""
+    """Stacks that have a record but are not planned any more: their budget would be lost silently."""
 
     @property
     def state(self) -> str:

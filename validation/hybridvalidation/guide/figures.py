@@ -2,8 +2,8 @@
 
     <!--figure recorded median-->0.47 %<!--/figure-->
 
-A marker has the name of a method of ``Figures`` and the words that it takes; where it stands in lines of its own, so
-does what it is filled with. Nobody types such a figure, and ``report --check`` fails where text and records differ.
+A marker names a method of ``Figures`` and its arguments. On lines of its own it encloses a table. Such figures
+are never typed by hand, and ``report --check`` fails where text and records differ.
 """
 
 import re

@@ -1,7 +1,7 @@
 """``bench kernels``: run cases one after the other, record each at once, and judge, accept or choose by the records.
 
-A case is checked, warmed up and timed in turn; none is started that would end after the time is over. The cases that
-most hangs on come first. A provider is right when its error against the definition is at most twice that of plain torch
+A case is checked, warmed up and timed in turn; none is started that would exceed the time limit. The most important
+cases come first. A provider is right when its error against the definition is at most twice that of plain torch
 in the same dtype.
 """
 

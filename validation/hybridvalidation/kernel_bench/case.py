@@ -93,7 +93,7 @@ class KernelCase:
     same_dtype: Setup
     """The plain torch formula in the case's dtype."""
     checked_calls: int = 1
-    """The result after so many calls is checked: updates in place show their errors after a few."""
+    """Number of calls before the check: updates in place show their errors after a few."""
     floor: float | None = None
     """Error that is always allowed, over the largest value; None: one rounding of it to the output's dtype."""
     seen: Callable[[Tensors], Tensors] = tuple

@@ -52,7 +52,7 @@ class KernelRecord(Record):
     card: str
     """Name of the CUDA card; of the processor where there is none."""
     driver: str
-    """Version of the card's driver, empty where nobody says."""
+    """Version of the card's driver, empty where unknown."""
     triton: str
     """Version, empty where it is not installed."""
 

@@ -14,7 +14,7 @@ MOST_ROUNDS = 100
 WANTED_ROUNDS = 20
 """Fewer are no ground for a choice."""
 _OVERRUN = 3.0
-"""A case may take so many times its budget to reach the wanted rounds."""
+"""Factor by which a case may exceed its budget to reach the wanted rounds."""
 _FLUSH_BYTES = 256 * MIB
 """Twice the largest second-level cache of the cards known (H100: 50 MiB, RTX 5090: 96 MiB), and more."""
 _MOST_SLEEP_S = 5e-3

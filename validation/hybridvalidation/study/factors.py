@@ -214,7 +214,7 @@ def _speedup(study: StudyFile, _made: Made, figures: MethodFigures) -> Metric:
     """Return the speed-up to AdamW's final loss: AdamW's steps to there, in its time of a step.
 
     Probes are in the time of a step, so they must not count in the cost as well. Seed by seed, so that the interval
-    holds the noise of the times: the runs were made one after the other on a machine with other work. Ratios that are
+    holds the noise of the times: the runs were sequential, on a machine with other work. Ratios that are
     below one on average are noise, and are raised to one.
     """
     ratios = figures.cpu_ratios

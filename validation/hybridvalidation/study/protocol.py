@@ -363,7 +363,7 @@ class Configuration:
     rounds_to_nearest: bool = False
     """Control: bfloat16 weights without a master lose what is below half of their last bit."""
     fine_tunes: bool = False
-    """Starts from the baseline's end of the same seed and goes on with another text."""
+    """Starts from the baseline's final weights of the same seed and continues on another text."""
     against: str = ""
     """Configuration that it is compared with; empty: the baseline."""
     stacks: tuple[str, ...] = ()
@@ -414,7 +414,7 @@ class LadderRun:
     seed: int
     lr: float
     base_lr: float
-    """Of the run that a fine-tuned one goes on from; else its own."""
+    """Of the run that a fine-tuned one starts from; else its own."""
 
     def __str__(self) -> str:
         """Name it in progress and errors."""
@@ -469,12 +469,12 @@ class LadderFile(Protocol):
     """A study of quality: configurations beside a baseline, on several model sizes."""
 
     margin_nats: float
-    """Equivalence margin: a mean difference of validation loss within plus and minus this is none that matters."""
+    """Equivalence margin: a mean difference of validation loss within plus and minus this is negligible."""
     alpha: float = 0.05
     """Error rate over a family of configurations at a model size: of a wrong "equivalent", and of a wrong "different";
     each of two interim analyses has half of it."""
     hybrid: HybridConfig = field(default_factory=HybridConfig)
-    """Of every configuration that keeps what a predictor remembers."""
+    """Of every configuration that keeps a predictor's history."""
     fine_tune_steps: int = 0
     rungs: tuple[ModelSize, ...]
     """In the order in which they are run."""

@@ -42,8 +42,8 @@ from hybridvalidation.study.trials import (
 _BASES = Path("runs") / "ladder-bases"
 _TRIALS = "hybridvalidation.study.trials"
 LARGEST_REPLAY_DIFFERENCE = 1e-2
-"""Of a loss in nats, on another processor or torch, after at most eight steps: sums have another order there, and the
-first steps of AdamW move a weight by a whole learning rate whichever sign its gradient has, however small that is."""
+"""Of a loss in nats, on another processor or torch, after at most eight steps. Sums have another order there, and first
+steps of AdamW move a weight by a whole learning rate in its gradient's direction, however small that is."""
 
 
 def run_study(

@@ -92,7 +92,7 @@ class LadderJob:
 
 
 class Trial:
-    """A trainer at work on its data, with the losses of its true steps."""
+    """A trainer with its data, and the losses of its true steps."""
 
     def __init__(
         self, trainer: Trainer, hybrid: HybridConfig | None, sampler: BatchSampler, *, num_micro_batches: int = 1,

@@ -13,7 +13,7 @@ from faults.campaign import Campaign, Order, Tally
 from faults.runs import KINDS, SAVE_EVERY, Run, ended, fork, on_touch, touches
 
 _MOST_KILLS: Final = 8
-"""Of one run; then it is let go to its end."""
+"""Of one run; then it runs to its end."""
 _LATE: Final = "done before"
 
 

@@ -21,7 +21,7 @@ _WIDTH: Final = 256
 _MORE: Final = 1.1
 """Of what a run takes beside what its process holds; mostly threads', so small limits are drawn more often."""
 _TOLD: Final = {1, 2}
-"""Exit codes of what users are told."""
+"""Exit codes of user-facing errors."""
 _LONGEST_S: Final = 120
 
 

@@ -27,7 +27,7 @@ _POLL_S: Final = 0.01
 _WORLDS: Final = (2, 4)
 _LAST_WORLDS: Final = (1, 2, 4)
 _MOST_KILLS: Final = 3
-"""Of one run; then it is let go to its end."""
+"""Of one run; then it runs to its end."""
 _LATE: Final = "done before"
 _RESUMED: Final = "resumed to the end"
 _TOLD: Final = ("another rank ended or did not answer in time", "the ranks did not meet")
@@ -215,7 +215,7 @@ def _once(run: Run, what: _Break, tally: Tally) -> None:
 
 
 History = tuple[tuple[int, int], ...]
-"""Steps saved, and by how many ranks it goes on from there."""
+"""Steps saved, and the number of ranks that resume from there."""
 
 
 def _with(history: History, step: int, world: int) -> History:

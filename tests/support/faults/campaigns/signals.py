@@ -12,11 +12,11 @@ from faults.campaign import Campaign, Order, Tally
 from faults.runs import KINDS, NUM_STEPS, Run, ended, fork, go_unbroken, on_touch, touches
 
 _MOST_STOPS: Final = 4
-"""Of one run; then it is let go to its end."""
+"""Of one run; then it runs to its end."""
 _LONGEST_PAUSE_S: Final = 0.05
 """Before a second signal."""
 _LEAST_S: Final = 0.002
-"""Before a first one: what comes before the command is at work is the interpreter's."""
+"""Before a first one: earlier signals reach the interpreter, not the command."""
 _ASKED: Final = "stopping after this step"
 """Message of a run that will save and end."""
 _SAVED: Final = 75

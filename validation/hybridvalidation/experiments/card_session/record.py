@@ -20,7 +20,7 @@ class Ceilings:
 
     name: str
     driver: str
-    """Version of the driver, empty where nobody says."""
+    """Version of the driver, empty where unknown."""
     memory_bytes: int
     compute_capability: str
     num_sms: int

@@ -79,13 +79,13 @@ class Session:
     total_bytes: int
     """Of the card."""
     used_bytes: Callable[[], int | None]
-    """Memory of the whole card in use; None where nobody says."""
+    """Memory of the whole card in use; None where unknown."""
     host_bytes: int
     """Host memory that is available."""
     budget_s: float
     say: Callable[[str], None]
     start: Callable[[Verb, object, float], Child[Answer]] = start_child
-    """Starts a process that does something for at most so many seconds."""
+    """Starts a process with a time limit in seconds."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     num_planners: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) - 4))

@@ -101,7 +101,7 @@ class TrainJob:
     context_bytes: int
     host_limit_bytes: int
     used_before_bytes: int | None
-    """Of the whole card before this process used it; None: nobody could say."""
+    """Of the whole card before this process used it; None: unknown."""
     limit_s: float
     """From the start of the process."""
 
