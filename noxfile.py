@@ -66,7 +66,7 @@ def tests_kernels(session: nox.Session) -> None:
 @nox.session(name="tests-peers", default=False)
 @nox.parametrize("peer", list(PEERS), ids=list(PEERS))
 def tests_peers(session: nox.Session, peer: str) -> None:
-    """Run scripts and trainers of others on the virtual card; each peer has an environment of its own."""
+    """Run other projects' scripts and trainers on the virtual card; each peer has its own environment."""
     install(session, f"peers-{peer}")
     session.run("pytest", *(session.posargs or [*PEERS[peer], *SPREAD]), env={"OMP_NUM_THREADS": "1"})
 
@@ -106,7 +106,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def gate(session: nox.Session) -> None:
-    """Plan every stack on one card again and hold it to its record; compile kernels for one card and hold them too.
+    """Replan every stack on one card and compare it with its record; compile kernels for one card and compare them too.
 
     By name: nox -s gate -- 13b-2x24gb (several cards), recorded, peers (others' trainers), kernels (for every card).
     """
@@ -116,7 +116,7 @@ def gate(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def records(session: nox.Session) -> None:
-    """Say whether planned records hold, and what other records are there: nox -s records -- [NAME] [--verify]."""
+    """Check whether planned records hold, and list other records: nox -s records -- [NAME] [--verify]."""
     install(session)
     session.run("hybridtrain", "records", *session.posargs)
 
@@ -169,7 +169,7 @@ def study(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def faults(session: nox.Session) -> None:
-    """Damage, kill and cut off by the thousand, hours of it: nox -s faults -- [NAME ...] [--count N] [--seed N]."""
+    """Inject faults by the thousand, for hours: nox -s faults -- [NAME ...] [--count N] [--seed N]."""
     install(session, "test")
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "tests/support"}
     session.run("python", "-m", "faults", *session.posargs, env=environment)

@@ -1,4 +1,4 @@
-"""Runs that are broken, in the short form, and that a campaign sees what was not survived."""
+"""Runs that are broken, in the short form, and that a campaign sees failures."""
 
 import json
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""A piece of work in a process of its own: the job goes in as JSON, the answer comes back as JSON.
+"""Work in a child process: the job goes in as JSON, the answer comes back as JSON.
 
-``main`` is the other side. It reads one line of JSON from its standard input, a job of the class that the function's
-one argument is annotated with, and writes what the function returns to a file that the parent opened. Standard input
+``main`` is the other side. It reads a job as one line of JSON from its standard input; its class is the annotation
+of the function's one argument. It writes the result to a file that the parent opened. Standard input
 stays open as long as the parent lives: when it ends, however the parent ended, the child does too. Answer and output
 go to files without a name, so that nothing is left behind either.
 """
@@ -40,7 +40,7 @@ _START = "from hybridvalidation.child import main; main()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended(Generic[T]):
-    """How a child ended."""
+    """Exit of a child."""
 
     answer: T | None
     """None where it crashed, was stopped, or ran out of time."""
@@ -50,11 +50,11 @@ class Ended(Generic[T]):
     peak_rss_bytes: int
     """Largest resident set."""
     log: str
-    """What it wrote to its standard output and error."""
+    """Its standard output and error."""
 
 
 class Child(Generic[T]):
-    """A process at work.
+    """A running child process.
 
     Args:
         work: ``module:function``; the function takes the job, a dataclass, and returns an ``answer`` dataclass.
@@ -85,7 +85,7 @@ class Child(Generic[T]):
             self._input.flush()  # and not closed before the end: see the module
 
     def poll(self) -> Ended[T] | None:
-        """Return how it ended, None while it works."""
+        """Return the child's exit, None while it runs."""
         if self._ended is None:
             code = self._reap(os.WNOHANG)
             if code is not None:
@@ -95,13 +95,13 @@ class Child(Generic[T]):
         return self._ended
 
     def wait(self) -> Ended[T]:
-        """Return how it ended, once it has."""
+        """Wait for the child; return its exit."""
         while (ended := self.poll()) is None:
             time.sleep(_POLL_S)
         return ended
 
     def stop(self, why: str = "stopped") -> None:
-        """End it at once if it still works."""
+        """Kill the child if it still runs."""
         if self._ended is None:
             if self._process.returncode is None:
                 os.kill(self._process.pid, signal.SIGKILL)
@@ -109,7 +109,7 @@ class Child(Generic[T]):
             self._end(why)
 
     def _reap(self, options: int) -> int | None:
-        """Reap it with its use of memory, which ``Popen.wait`` does not tell."""
+        """Reap the child with its memory use, which ``Popen.wait`` does not return."""
         pid, status, usage = os.wait4(self._process.pid, options)
         if not pid:
             return None
@@ -136,7 +136,7 @@ class Child(Generic[T]):
 
 
 def run_side_by_side(jobs: Sequence[J], start: Callable[[J], Child[T]], width: int) -> Iterator[tuple[J, Ended[T]]]:
-    """Yield each job with how it ended, ``width`` children at a time; leaving early stops those at work."""
+    """Yield each job with its exit, ``width`` children at a time; leaving early stops running ones."""
     waiting, working = list(jobs), list[tuple[J, Child[T]]]()
     try:
         while waiting or working:
@@ -154,13 +154,13 @@ def run_side_by_side(jobs: Sequence[J], start: Callable[[J], Child[T]], width: i
 
 
 def _last_line(text: str) -> str:
-    """Return the last line, with folders cut off its paths: records tell nothing of a machine's places."""
+    """Return the last line without the folders of its paths: records name no places of a machine."""
     last = (text.strip().splitlines() or ["no message"])[-1]
     return re.sub(r"(?:/[^\s/'\":,;]+)+/([^\s/'\":,;]+)", r"\1", last)
 
 
 def main() -> None:
-    """Do the job of the parent: the child's side."""
+    """Run the parent's job: the child's side."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; what it means is the parent's
     work, out = sys.argv[1], int(sys.argv[2])
     line = sys.stdin.buffer.readline()
@@ -174,7 +174,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """End when standard input does: nobody else would stop a run whose parent was killed."""
+    """End this process when standard input closes: nothing else stops a run whose parent was killed."""
     while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The loop of every experiment: cases without a record that holds are run, and each record is on disk as its run ends.
+"""The loop of every experiment: cases without a valid record are run, and each record is on disk as its run ends.
 
 An experiment says what its cases are, how they become records and where those go; tables are made of all records. One
 that is interrupted goes on where it was, since what ended has a record.
@@ -30,7 +30,7 @@ Runner: TypeAlias = Callable[[Sequence[C]], Iterator[tuple[C, R]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results(Generic[C, R]):
-    """What is known after a run of an experiment."""
+    """Results after a run of an experiment."""
 
     answers: Mapping[str, R]
     """The record that holds of each case, new or known, by key."""
@@ -42,7 +42,7 @@ class Results(Generic[C, R]):
 
 @dataclass(frozen=True, kw_only=True)  # no slots: a call of ``Experiment[Case, Record]`` notes its own types
 class Experiment(Generic[C, R]):
-    """Cases of one kind, and how they become records."""
+    """Cases of one kind, and their conversion to records."""
 
     name: str
     """In messages."""
@@ -117,7 +117,7 @@ def answer_of(ended: Ended[A], run: object, experiment: str) -> A:
     """
     if ended.answer is None:
         raise HybridTrainError(
-            f"{experiment}: {run} has no record: {ended.fault}; runs that ended are kept, the same command goes on "
+            f"{experiment}: {run} has no record: {ended.fault}; finished runs are kept, the same command resumes "
             "behind them"
         )
     return ended.answer

@@ -1,4 +1,4 @@
-"""What a scenario file says: one model on one card, a workload, stacks to try, targets to judge."""
+"""Content of a scenario file: one model on one card, a workload, stacks to try, targets to judge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,14 +13,14 @@ from hybridtrain.virtual_gpu.cards.card import Card, Host, card_catalogue, find_
 from hybridtrain.virtual_gpu.cards.links import World
 
 BASELINE_STACK = "vanilla"
-"""What savings and quality are told against, unless a target names another stack."""
+"""Baseline of savings and quality, unless a target names another stack."""
 RATE_BASELINE = "mixed"
-"""What slow-downs and relative throughputs are told against: bf16 on tensor cores, which costs nothing but a flag."""
+"""Baseline of slow-downs and relative throughputs: bf16 on tensor cores, which costs nothing but a flag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardSpec:
-    """A card of the catalogue by name, or one's own."""
+    """A card of the catalogue by name, or a custom one."""
 
     name: str | None = None
     """A name of ``hybridtrain list cards``."""
@@ -43,7 +43,7 @@ class CardSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracySpec:
-    """The paired experiment that tells what a stack costs in quality."""
+    """The paired experiment on a stack's quality cost."""
 
     proxy: ModelConfig
     """Small model of the same family, trained for real."""
@@ -79,12 +79,12 @@ class AccuracySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioTarget:
-    """Which stated figure is judged, on which stacks."""
+    """A stated figure to judge, and its stacks."""
 
     id: str
     """Of ``targets.toml``."""
     stacks: tuple[str, ...] = ()
-    """What it is about; empty: the scenario, so that one stack must hold it together with all rows like it."""
+    """Stacks it is about; empty: the scenario, so that one stack must hold all such rows together."""
     baseline: str | None = None
     """Stack to compare with; None: ``vanilla``, of slow-downs and relative throughputs ``rate_baselines``."""
 
@@ -95,8 +95,8 @@ class Scenario:
 
     name: str
     """Records, tables and plots are called after it."""
-    description: str
-    """What it is about, in a line."""
+    says: str
+    """Description in a line."""
     model: ModelSpec
     card: CardSpec
     workload: BatchWorkload
@@ -111,7 +111,7 @@ class Scenario:
     batch_sizes: Mapping[str, int] = field(default_factory=dict)
     """Sequences per optimizer step of single stacks, where they are not the workload's."""
     rate_baselines: tuple[str, ...] = (RATE_BASELINE,)
-    """What speeds are told against: of these the stack with as many tokens per step."""
+    """Baselines of speeds: of these the stack with as many tokens per step."""
     accuracy: AccuracySpec | None = None
     """None: nothing is trained for this scenario."""
     accuracy_stacks: tuple[str, ...] = ()
@@ -176,7 +176,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedParts:
-    """What a stated total of memory consists of."""
+    """Parts of a stated total of memory."""
 
     weight: float
     """Bytes per parameter, as the next two."""
@@ -189,7 +189,7 @@ class StatedParts:
 
     @property
     def bytes_per_param(self) -> float:
-        """Bytes of all that grows with the parameters."""
+        """Bytes per parameter of weights, gradients and state."""
         return self.weight + self.grad + self.optim_state
 
 
@@ -209,7 +209,7 @@ class Target:
     by_definition: str = ""
     """Why the figure is met whatever a program does, where it follows from how the recipe is written down."""
     parts: StatedParts | None = None
-    """Of totals that are derived anew from the model's shape."""
+    """Of totals that are recomputed from the model's shape."""
 
     def __post_init__(self) -> None:
         wanted = (self.low, self.high) if self.direction == "range" else (self.value,)

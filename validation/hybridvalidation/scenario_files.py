@@ -44,7 +44,7 @@ class ScenarioFiles(StackFiles):
         return scenario
 
     def targets(self) -> dict[str, Target]:
-        """Read every stated figure; none where the folder has no ``targets.toml``."""
+        """Read all stated figures; none where the folder has no ``targets.toml``."""
         path = self.folder / "targets.toml"
         targets = {target.id: target for target in load_toml(TargetFile, path).target} if path.exists() else {}
         if faults := [fault for target in targets.values() for fault in _range_faults(target)]:
@@ -72,7 +72,7 @@ def scenario_folder(folder: Path | None) -> ScenarioFiles:
 
 
 def _range_faults(target: Target) -> Iterator[str]:
-    """Yield what is wrong with a range that is stated beside the end of it that is the bound."""
+    """Yield the faults of a stated range beside its bound."""
     ends = (target.low, target.high)
     if ends == (None, None):
         return

@@ -1,4 +1,4 @@
-"""The verb ``validate``: read what is there, run what is missing, judge, show; and what records are there.
+"""The verb ``validate``: read records, run missing ones, judge, show; and the list of other records.
 
 Committed results change only when that is asked for: what a run finds goes into a folder of its own.
 """
@@ -69,7 +69,7 @@ def validate(
 
 
 def other_records(files: ScenarioFiles, results: Path) -> list[str]:
-    """Return a sentence for every file of records that nobody plans again: how many, and by which program.
+    """Return a sentence for every file of records that is not replanned: their number, and their program.
 
     What was executed stays evidence of the program that did it. A ladder's records hold by their replay probes.
     """
@@ -94,7 +94,7 @@ def other_records(files: ScenarioFiles, results: Path) -> list[str]:
 
 
 def prune_records(files: ScenarioFiles, names: Sequence[str], results: Path) -> int:
-    """Drop every record that no table shows, for a newer one stands for it; return how many."""
+    """Drop every record that a newer one replaces in all tables; return their number."""
     store, count = RecordStore(results / "records"), 0
     for name in names:
         scenario = files.scenario(name)
@@ -104,7 +104,7 @@ def prune_records(files: ScenarioFiles, names: Sequence[str], results: Path) -> 
 
 
 def _check_committed() -> None:
-    """A record is made by the program that is committed with it."""
+    """Check that records are made by the program committed with them."""
     changed = uncommitted_files()
     if changed:
         more = f" and {len(changed) - _SHOWN_FILES} more" if len(changed) > _SHOWN_FILES else ""

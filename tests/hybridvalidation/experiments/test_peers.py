@@ -361,6 +361,6 @@ def test_the_committed_pages_are_what_the_records_give() -> None:
 def test_two_recipes_are_told_apart_by_the_spread_of_recorded_ones() -> None:
     assert spread_text([]) == ""
     told = spread_text([-0.1, 0.0, 0.1])
-    assert "of 3 recorded steps" in told
-    assert "-10 to +10 % off, with a deviation of 10 %" in told
+    assert "3 recorded steps" in told
+    assert "-10 to +10 % off, with a standard deviation of 10 %" in told
     assert "come out 14 % apart" in told

@@ -176,7 +176,7 @@ def test_kept_figures_are_not_replaced_without_a_reason(
     before = RECORDS.read_bytes()
     block_class(monkeypatch, ForgetfulBlock)
     assert main(["gate", "--accept"]) == 2
-    assert "--reason: missing; say in a line why" in capsys.readouterr().err
+    assert "--reason: missing; give in a line" in capsys.readouterr().err
     assert RECORDS.read_bytes() == before
 
 

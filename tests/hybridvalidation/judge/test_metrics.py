@@ -140,8 +140,8 @@ def test_a_step_of_other_size_than_the_scenarios_is_told(name: str) -> None:
     same, other = (asked(run_of(planned("lean", tokens_per_step=count)), name, "lean") for count in (8, 4096))
     assert same is not None
     assert other is not None
-    assert "tokens a step" not in same.remark
-    assert other.remark.startswith("at 4,096 tokens a step, where the scenario has 8")
+    assert "tokens per step" not in same.remark
+    assert other.remark.startswith("at 4,096 tokens per step, where the scenario has 8")
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -227,7 +227,7 @@ def test_other_batches_than_the_baselines_are_told(name: str) -> None:
     run = run_of(planned("lean", tokens_per_step=4096), planned("vanilla", tokens_per_step=512))
     found = asked(run, name, "lean")
     assert found is not None
-    assert "against vanilla, 4,096 tokens a step against 512" in found.remark
+    assert "against vanilla, 4,096 tokens per step against 512" in found.remark
 
 
 def test_parameters_are_compared_at_their_peak_with_the_named_stack() -> None:

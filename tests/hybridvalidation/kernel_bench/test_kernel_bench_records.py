@@ -302,7 +302,7 @@ def test_an_unknown_card_is_compared_with_its_measured_ceilings() -> None:
 
 def test_nobody_wins_within_noise_and_one_alone_is_called_so() -> None:
     assert cells(case_table([record(result("triton", FAST), result("torch", times(1.01e-3)))], None, "github"))[4] == (
-        "nobody"
+        "none"
     )
     assert cells(case_table([record(result("triton", FAST))], None, "github"))[4] == "triton, alone"
     lost = record(result("triton", outcome=Outcome.ERROR))

@@ -188,7 +188,7 @@ def test_the_table_tells_tried_rates_and_the_second_look(tmp_path: Path) -> None
     made = finished(ladder, lambda run: losses[run.lr] if run.seed == ladder.tuning_seed else loss_of(run), max_runs=53)
     text = study_text(ladder, made, {}, tmp_path, MARKDOWN)
     assert (
-        "vanilla 0.1: 2.3000, 0.2: 2.2000, 0.3: 2.1000; chosen 0.3, the end of what was tried: another may be better"
+        "vanilla 0.1: 2.3000, 0.2: 2.2000, 0.3: 2.1000; chosen 0.3, an end of the range tried: another may be better"
         in text
     )
     assert "| 0 of 60 " in text  # vanilla and noisy, thirty seeds each
@@ -203,8 +203,8 @@ def test_seeds_that_cannot_settle_it_are_told(tmp_path: Path) -> None:
     for more in (range(10, 40), [10]):
         ladder = ladder_of(**(MORE | {"rungs": [RUNG | {"seeds": SEEDS, "more_seeds": list(more)}]}))
         texts.append(study_text(ladder, finished(ladder, loss_of, max_runs=50), {}, tmp_path, MARKDOWN))
-    assert "too few, as they deviate" not in texts[0]
-    assert re.search(r"with 11 seeds, too few, as they deviate now, to call equivalent noisy \(0\.\d{4}\)\.", texts[1])
+    assert "too few at their present" not in texts[0]
+    assert re.search(r"with 11 seeds, too few at their present deviation for noisy \(0\.\d{4}\)\.", texts[1])
 
 
 def test_a_line_is_followed_and_its_interval_grows_with_the_distance() -> None:

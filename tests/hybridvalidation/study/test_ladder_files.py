@@ -79,7 +79,7 @@ def faults_of(**changes: Any) -> list[str]:
         ({"tuning_seed": 1}, "rungs: 'small' is judged at the tuning seed (1)"),
         ({"rungs": [RUNG | {"warmup_steps": 12}]}, "warmup_steps: 12 must be below num_steps (12)"),
         ({"rungs": [RUNG | {"arms": ["nobody"]}]}, "rungs: 'small': "),
-        ({"arms": [*ARMS, ARMS[1]]}, "arms: 'mixed' stands twice"),
+        ({"arms": [*ARMS, ARMS[1]]}, "arms: 'mixed' appears twice"),
         ({"arms": [*ARMS, ARMS[1] | {"name": "more"}]}, "arms: stack 'mixed' has two"),
         ({"arms": [ARMS[0], ARMS[1] | {"against": "nobody"}]}, "arms: 'mixed' is compared with 'nobody'"),
         ({"arms": [ARMS[0], ARMS[1] | {"rounds_to_nearest": True}]}, "rounds_to_nearest: wants bfloat16"),

@@ -260,4 +260,4 @@ def test_the_command_runs_shows_and_reports(
     assert "their configuration: tight." in out
     assert main(["report", "--json", *common]) == 0
     capsys.readouterr()
-    assert "6 equal to the bit, 6 hold" in Path(next(name for name in files if name.endswith(".md"))).read_text()
+    assert "6 are equal to the bit; 6 hold" in Path(next(name for name in files if name.endswith(".md"))).read_text()

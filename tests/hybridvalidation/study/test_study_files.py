@@ -51,7 +51,7 @@ def test_faults_of_values_come_at_once() -> None:
     )  # fmt: skip
     for start in (
         "$: batch_size: 0", "$: seeds: [1, 2] must name at least 3", "$: tuning_seed: 0", "$: lrs: empty",
-        "$: horizons: [8] must contain num_steps (12)", "$: methods: 'slow_gradient' stands twice",
+        "$: horizons: [8] must contain num_steps (12)", "$: methods: 'slow_gradient' appears twice",
         "$: methods: 'slow_gradient' is compared with 'nobody'", "$: seq_len: 17 is above model.max_seq_len (16)",
     ):  # fmt: skip
         assert any(fault.startswith(start) for fault in faults), start

@@ -147,7 +147,7 @@ def test_runs_before_a_crash_are_kept(tmp_path: Path, here: list[StudyRun], monk
             return replace(self._ended, answer=None, fault="out of paper") if len(here) == 5 else self._ended
 
     monkeypatch.setattr(study_runner, "Child", Crashing)
-    with pytest.raises(HybridTrainError, match="out of paper; runs that ended are kept"):
+    with pytest.raises(HybridTrainError, match="out of paper; finished runs are kept"):
         run_study(study_of(), tmp_path, jobs=1, max_runs=None, say=lambda _: None)
     assert len(read_study(tmp_path, study_of())) == 4
 

@@ -1,1 +1,1 @@
-"""Campaigns: runs and files are damaged, killed and cut off by the thousand, and what was not survived is told."""
+"""Fault campaigns: runs and files are damaged, killed and cut off by the thousand, and failures are counted."""

@@ -1,4 +1,4 @@
-"""``python -m faults [NAME ...]``: run campaigns, record what they found, rebuild their page."""
+"""``python -m faults [NAME ...]``: run campaigns, record their outcomes, rebuild their page."""
 
 import argparse
 import sys
@@ -31,7 +31,7 @@ def run_campaign(campaign: Campaign, *, seed: int, count: int, results: Path) ->
     )  # fmt: skip
     append_faults(results / "records", record)
     done = f"{tally.num_attempts} attempts in {record.duration_s:.0f} s"
-    _say(f"{campaign.name}: {done}, {tally.num_faults} not survived")
+    _say(f"{campaign.name}: {done}, {tally.num_faults} failed")
     return record
 
 
@@ -41,7 +41,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 1 when something was not survived, 2 for wrong arguments."""
+    """Run campaigns; return exit code 1 when an attempt failed, 2 for wrong arguments."""
     known = campaigns()
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; default: all")

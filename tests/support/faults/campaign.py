@@ -1,4 +1,4 @@
-"""What a campaign is: something is done to the program many times over, and each time has one outcome."""
+"""Base of a campaign: one fault is injected many times, and each attempt has one outcome."""
 
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -12,16 +12,16 @@ _KEPT_FAULTS: Final = 20
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the attempts so far."""
+    """Outcomes of the attempts so far."""
 
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     """Attempts by subject and outcome."""
     faults: list[str] = field(default_factory=list)
-    """The first that were not survived, a line each."""
+    """The first that failed, a line each."""
     num_faults: int = 0
 
     def add(self, subject: str, outcome: str, fault: str = "") -> None:
-        """Count an attempt; with ``fault`` it was not survived."""
+        """Count an attempt; with ``fault`` it failed."""
         outcomes = self.counts.setdefault(subject, {})
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
         if fault:
@@ -31,13 +31,13 @@ class Tally:
 
     @property
     def num_attempts(self) -> int:
-        """All together."""
+        """Number of all attempts."""
         return sum(sum(outcomes.values()) for outcomes in self.counts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a campaign is asked for."""
+    """Arguments of a campaign."""
 
     seed: int
     count: int
@@ -49,11 +49,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """One file of ``campaigns/`` holds one."""
+    """A fault campaign; one file of ``campaigns/`` holds one."""
 
     name: str
-    description: str
-    """What is done, and what counts as survived."""
+    says: str
+    """The injected fault, and what counts as passed."""
     count: int
     """Attempts of the long form."""
     run: Callable[[Order], Tally]

@@ -1,8 +1,8 @@
-"""What a process did to files of a folder, and the disks that a power cut may leave of it.
+"""File operations of a process in a folder, and the disk images that a power cut may leave of them.
 
-The disk has of a file what it held when it was last waited for (fsync); of what was written since, anything: here
-nothing, a part, or zeros. It has a folder's names when the folder was waited for; of renames, new and removed names
-since, any that happened, in any subset, in their order. This is what POSIX leaves open, and more than ext4 does.
+The disk holds a file's content as of its last fsync; of later writes it may hold anything: here nothing, a part, or
+zeros. It holds a folder's names as of the folder's last fsync. Of later renames, new and removed names any subset may
+be there, in order. POSIX allows all of this, and ext4 less.
 """
 
 import json
@@ -20,7 +20,7 @@ _NAMES: Final = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One thing done, in the order in which they were."""
+    """One file operation, in order."""
 
     kind: str
     """``sync`` of a file, ``sync folder``, ``create``, or an event of ``_NAMES``."""
@@ -28,11 +28,11 @@ class Act:
     """Relative to the folder."""
     target: str = ""
     content: bytes = b""
-    """What a file held when it was waited for."""
+    """Content of a file when it was synced."""
 
 
 def recorded(folder: Path, log: Path, work: Callable[[], None]) -> Callable[[], None]:
-    """Return work that writes every act within ``folder`` to ``log``."""
+    """Return work that logs every file operation within ``folder`` to ``log``."""
 
     def watched() -> None:
         with log.open("wb", buffering=0) as file:
@@ -74,13 +74,13 @@ def _creates(arguments: tuple[object, ...]) -> bool:
 
 
 def read_log(log: Path) -> list[Act]:
-    """Return what ``recorded`` wrote."""
+    """Read the operations that ``recorded`` logged."""
     found = [json.loads(line) for line in log.read_bytes().splitlines()]
     return [Act(kind, path.rstrip(os.sep), target, bytes.fromhex(content)) for kind, path, target, content in found]
 
 
 def image_of(acts: Sequence[Act], count: int, seed: int) -> dict[str, bytes]:
-    """Return files and contents of a disk that a power cut left after so many acts."""
+    """Return files and contents of a disk image that a power cut left after some operations."""
     draw, done = random.Random(seed), acts[:count]  # noqa: S311  not a secret
     synced = _contents(done)
     names: dict[str, int] = {}
@@ -94,7 +94,7 @@ def image_of(acts: Sequence[Act], count: int, seed: int) -> dict[str, bytes]:
 
 
 def _contents(acts: Sequence[Act]) -> dict[int, bytes]:
-    """Return what the disk has for certain, by the act that created the file."""
+    """Return the content that is certainly on disk, by the operation that created the file."""
     live: dict[str, int] = {}
     found: dict[int, bytes] = {}
     for number, act in enumerate(acts):
@@ -106,7 +106,7 @@ def _contents(acts: Sequence[Act]) -> dict[int, bytes]:
 
 
 def _apply(act: Act, number: int, names: dict[str, int], *, draw: random.Random | None) -> None:
-    """Change names as an act does; with ``draw`` the removal of a folder came but part of the way."""
+    """Apply an operation to the names; with ``draw`` the removal of a folder is partial."""
     inside = [path for path in names if path == act.path or path.startswith(f"{act.path}{os.sep}")]
     match act.kind:
         case "create":

@@ -26,7 +26,7 @@ _OPENERS: Final = (b"[", b'{"a":', b"a.", b"(", b"{", b"\nx = [", b"l", b"]")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where and how, drawn by whoever damages."""
+    """Place and kind of a damage, drawn at random."""
 
     where: float
     """Share of the content, or of its tokens, in [0, 1)."""
@@ -83,7 +83,7 @@ def _deep(content: bytes, place: Place) -> bytes:
 
 
 def _of_tokens(pattern: re.Pattern[bytes], values: tuple[bytes, ...]) -> Callable[[bytes, Place], bytes]:
-    """Return what puts a value in the place of a token; without values, another token of the same content."""
+    """Return a function that replaces a token by a value, or by another token of the same content."""
 
     def replace(content: bytes, place: Place) -> bytes:
         found = list(pattern.finditer(content))

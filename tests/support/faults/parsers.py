@@ -1,4 +1,4 @@
-"""Everything of the program that reads a file which somebody else may have written or damaged."""
+"""All readers of files that somebody else may have written or damaged."""
 
 import io
 import json
@@ -57,7 +57,7 @@ _LONGEST_SAMPLE: Final = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parser:
-    """A kind of file, a sound one, and what reads it."""
+    """A kind of file, a sound sample, and its reader."""
 
     name: str
     file: str
@@ -68,7 +68,7 @@ class Parser:
 
 
 def parsers(folder: Path) -> Iterator[Parser]:
-    """Yield all of them; what has to be made is made in ``folder``."""
+    """Yield all parsers; samples are written to ``folder``."""
     yield from _tables()
     yield from _records()
     yield from _texts(folder)
@@ -102,7 +102,7 @@ def _tables() -> Iterator[Parser]:
 
 
 def _part(path: Path) -> bytes:
-    """Return a file, or of a long one as many whole tables as fit."""
+    """Return a file, or as many whole tables of a long one as fit."""
     content = path.read_bytes()
     return content if len(content) <= _LONGEST_SAMPLE else content[: content.rfind(b"\n[[", 0, _LONGEST_SAMPLE)]
 
@@ -196,7 +196,7 @@ def _weights(folder: Path) -> Iterator[Parser]:
 
 
 def _runs(folder: Path) -> Iterator[Parser]:
-    """Yield what reads a run's folder, and adapters' values."""
+    """Yield the readers of a run's folder, and of adapters' values."""
     run = Run("plain", folder / "run")
     run.go()
     state = generations(run.states)[-1].relative_to(run.folder)

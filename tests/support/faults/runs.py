@@ -1,4 +1,4 @@
-"""Tiny runs of every kind, to be broken: plain, streamed, on disk, hybrid. Each takes a fraction of a second."""
+"""Tiny runs of every kind for fault injection: plain, streamed, on disk, hybrid. Each takes a fraction of a second."""
 
 import json
 import os
@@ -37,7 +37,7 @@ KINDS: Final[Mapping[str, Mapping[str, object]]] = {
         "optimizations": [{"kind": "predictor_state", "predictor": "slow_gradient", "codec": "float32"}],
     },
 }
-"""What each kind adds to the training file."""
+"""Additions of each kind to the training file."""
 NUM_MICRO_BATCHES: Final = 4
 _ACCUMULATED: Final = {"kind": "grad_accumulation", "grad_accum_steps": NUM_MICRO_BATCHES}
 _RANKS: Final = {"workload": {"batch_size": NUM_MICRO_BATCHES, "seq_len": 8}, "keep_last": NUM_STEPS // SAVE_EVERY}
@@ -54,7 +54,7 @@ RANK_KINDS: Final[Mapping[str, Mapping[str, object]]] = {
         ],
     },
 }
-"""What runs on several ranks add to it; every state is kept."""
+"""Additions for several ranks; every checkpoint is kept."""
 _SHAPE: Final = {
     "family": "gpt2", "vocab_size": 256, "max_seq_len": 16, "num_blocks": 2, "num_heads": 2, "num_kv_heads": 2,
     "tied": True,
@@ -78,18 +78,18 @@ class Run:
 
     @property
     def states(self) -> Path:
-        """Its checkpoints."""
+        """Folder of its checkpoints."""
         return self.folder / CHECKPOINTS
 
     def go(self, say: Callable[[str], None] = lambda _: None, shares: int = 1) -> None:
-        """Train to the end, from the newest checkpoint if there is one; ``shares``: as so many ranks would."""
+        """Train to the end, from the latest checkpoint if there is one; ``shares``: as this many ranks would."""
         train(
             training_file(self.kind, self.width), corpus(), self.folder, resume=bool(generations(self.states)),
             say=say, progress=False, disk_folder=self.folder.with_name("disk"), group=DirectGroup(shares),
         )  # fmt: skip
 
     def asked(self) -> list[str]:
-        """Write what the command reads; return its arguments."""
+        """Write the command's input files; return its arguments."""
         file, text = self.folder.with_name("training.toml"), self.folder.with_name("fox.txt")
         file.write_text(to_toml(training_file(self.kind, self.width)))
         text.write_bytes(_TEXT)
@@ -100,7 +100,7 @@ class Run:
     def command(
         self, begin: Callable[[], None] = lambda: None, arguments: Sequence[str] | None = None, said: Path | None = None
     ) -> None:
-        """Do what ``go`` does by the user's command, whose exit code ends this process; ``begin`` runs just before."""
+        """Train by the user's command, whose exit code ends this process; ``begin`` runs just before."""
         arguments = [*self.asked(), "--json"] if arguments is None else arguments
         for number, path in ((1, Path(os.devnull)), (2, said or self.said)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
@@ -115,34 +115,34 @@ class Run:
 
     @property
     def said(self) -> Path:
-        """What the last command wrote on its standard error."""
+        """Standard error of the last command."""
         return self.folder.with_name("said.txt")
 
     def steps_saved(self) -> int:
-        """Return the step of its newest whole checkpoint; 0: there is none."""
+        """Return the step of its latest complete checkpoint; 0: there is none."""
         return newest_generation(self.states, lambda _: None).manifest.steps_done if generations(self.states) else 0
 
     def steps_logged(self) -> int:
-        """Return the last step that its log has a whole line of."""
+        """Return the last step with a complete line in its log."""
         log = self.folder / "log.jsonl"
         lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
         return max((json.loads(line)["step"] for line in lines), default=0)
 
     def outcome(self) -> tuple[object, ...]:
-        """Return what two equal runs have in common to the bit: every tensor of the last state, and every loss."""
+        """Return the bits that equal runs share: every tensor of the last checkpoint, and every loss."""
         generation = newest_generation(self.states, lambda _: None)
         sums = {name: entry.crc32 for name, entry in generation.manifest.tensors.items()}
         lines = [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
         return generation.manifest.steps_done, sums, [(line["step"], line.get("loss")) for line in lines]
 
     def leftovers(self) -> list[str]:
-        """Return what a run should have taken away."""
+        """Return the files that a run should have removed."""
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.partial"))
 
 
 @cache
 def training_file(kind: str, width: int) -> TrainFile:
-    """Return what a kind trains."""
+    """Return the training file of a kind of run."""
     shape = {**_SHAPE, "width": width, "ffn_width": 2 * width}
     return decode(
         TrainFile, {**_PLAIN, **{**KINDS, **RANK_KINDS}[kind], "model": {"shape": shape}}, source=kind, unions=_UNIONS
@@ -151,7 +151,7 @@ def training_file(kind: str, width: int) -> TrainFile:
 
 @cache
 def corpus() -> Corpus:
-    """Return what every run trains on."""
+    """Return the corpus of every run."""
     return corpus_of_documents({"a.txt": _TEXT}, name="fox", source="fox")
 
 
@@ -173,7 +173,7 @@ TOLD: Final = 3
 
 
 def telling(work: Callable[[], None]) -> Callable[[], None]:
-    """Return work whose errors that users are told end its process with ``TOLD``."""
+    """Return work whose user-facing errors end its process with ``TOLD``."""
 
     def told() -> None:
         try:
@@ -186,7 +186,7 @@ def telling(work: Callable[[], None]) -> Callable[[], None]:
 
 @cache
 def _warm() -> None:
-    """Import here, once, what runs import: a child then takes a sixth of the time."""
+    """Import the modules of runs once in the parent: a child then takes a sixth of the time."""
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="hybridtrain-faults-warm-") as folder:
         for kind in KINDS:
@@ -194,7 +194,7 @@ def _warm() -> None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Do work in a child of this process, which has everything imported already; return its process id.
+    """Run work in a forked child, which has everything imported already; return its process id.
 
     Its exit code is 0, or 1 after an exception, which it prints on the standard error of this process.
     """
@@ -215,14 +215,14 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def go_unbroken(run: Run, work: Callable[[], None] | None = None) -> None:
-    """Let a new run, or ``work`` around it, go to its end in a child: what broken ones are compared with."""
+    """Run a new run, or ``work`` around it, to its end in a child: the reference of broken ones."""
     run.folder.parent.mkdir(parents=True)
     if ended(fork(work or run.go)):
         raise AssertionError(f"the unbroken run '{run.kind}' failed")
 
 
 def number_of(run: Run, work: Callable[[], int]) -> int:
-    """Let a new run go to its end in a child, by ``work``; return the number that ``work`` returns there."""
+    """Run a new run to its end in a child, by ``work``; return the number that ``work`` returns."""
     source, target = os.pipe()
     code = ended(fork(lambda: _write(target, work())))
     os.close(target)
@@ -234,7 +234,7 @@ def number_of(run: Run, work: Callable[[], int]) -> int:
 
 
 def on_touch(states: Path, note: Callable[[], object]) -> None:
-    """Let ``note`` know, for as long as this process lives, whenever it is about to touch checkpoints."""
+    """Call ``note``, as long as this process lives, before every access to checkpoints."""
     place = str(states)
 
     def heard(event: str, arguments: tuple[object, ...]) -> None:
@@ -245,7 +245,7 @@ def on_touch(states: Path, note: Callable[[], object]) -> None:
 
 
 def touches(run: Run) -> int:
-    """Let a new run go to its end in a child; return how often it touches its checkpoints."""
+    """Run a new run to its end in a child; return its number of accesses to checkpoints."""
 
     def counted() -> int:
         count = 0

@@ -1,4 +1,4 @@
-"""One file for each trainer, built as its makers mean it; none knows what is asked about it.
+"""One file per trainer, built as its makers intend; none knows which question is asked.
 
 A file has one or both of two entrances. ``train(task)`` runs a few optimizer steps of a task (``task.py``) and returns
 their losses: ``hybridtrain peers`` calls it on a virtual card, on the CPU and on CUDA. ``plan(common, config, card)``

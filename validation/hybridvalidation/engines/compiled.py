@@ -1,8 +1,8 @@
-"""What ``torch.compile`` leaves of a function's memory: torch's own graphs, and what Inductor makes of them.
+"""Memory of functions under ``torch.compile``: torch's own graphs, and Inductor's buffers for them.
 
-A virtual card runs eager code; recipes of others compile. Here torch traces the function, decomposes it as for Inductor
-and cuts the joint graph into a forward and a backward pass (``torch._functorch.partitioners``), so that what is saved
-and what is computed anew is torch's choice. Of each graph there exist in memory
+A virtual card runs eager code; recipes of others compile. Here torch traces the function and decomposes it as for
+Inductor. It cuts the joint graph into forward and backward (``torch._functorch.partitioners``), and so chooses what is
+saved and what is recomputed. Of each graph there exist in memory
 
     results of matrix products, attention and whatever else is no pointwise op, reduction or view
     results of reductions
@@ -63,14 +63,14 @@ _OTHERS = {torch.ops.hybridvalidation.boundary.default: "boundary", _ATEN.copy_.
 
 
 def boundary(tensor: Tensor) -> Tensor:
-    """Say that one compiled graph ends here and another begins: the tensor lies in memory, and is not computed anew."""
+    """Mark a graph break: the tensor is materialized in memory, and not recomputed."""
     is_traced = type(tensor) is not Tensor
     return _boundary(tensor) if is_traced else tensor
 
 
 @contextmanager
 def compiling(gpu: VirtualGpu) -> Iterator[None]:
-    """Let ``torch.compile`` and ``nn.Module.compile`` inside an open virtual card do as this file says."""
+    """Replace ``torch.compile`` and ``nn.Module.compile`` by this file's model within an open virtual card."""
     known: _Known = {}
     of_card: Callable[[Any], Any] = torch.compile  # the card's own: what it does not leave as it is has a rule there
 
@@ -94,7 +94,7 @@ _Maker = Callable[[Iterator[Tensor]], Tensor]
 
 
 class _Region:
-    """A function that was compiled, for each kind of arguments once."""
+    """A function compiled once for each kind of arguments."""
 
     def __init__(
         self, gpu: VirtualGpu, function: Callable[..., Any], known: _Known, module: nn.Module | None = None
@@ -150,7 +150,7 @@ class _Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A tensor as the plain ones that it consists of, and how it is made of their like."""
+    """A tensor as its plain parts, and the way to rebuild it from such."""
 
     tensors: list[Tensor]
     make: _Maker
@@ -213,7 +213,7 @@ def _tracing(gpu: VirtualGpu) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks() -> Iterator[None]:
-    """Hide what is saved from checkpoints and offloaders, whose forward pass this is not."""
+    """Hide saved tensors from checkpoints and offloaders, whose forward pass this is not."""
     autograd = torch._C._autograd
     hooks = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
@@ -227,7 +227,7 @@ def _without_hooks() -> Iterator[None]:
 
 
 def _marked_for_recomputation(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Say of all that is traced that it is computed anew, as Dynamo does (torch/_higher_order_ops/wrap.py)."""
+    """Mark all traced ops for recomputation, as Dynamo does (torch/_higher_order_ops/wrap.py)."""
     kwargs.pop("use_reentrant", None)
     marks = {"recompute": torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_NUMBERS)}
     with fx.traceback.preserve_node_meta(), mock.patch.dict(fx.traceback.get_current_meta(), marks):
@@ -251,7 +251,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> "_Kernels":  
 
 
 class _Kernels:
-    """A graph, run for its buffers alone. Takes its arguments in a list that it empties, as torch's own backends do."""
+    """A graph, run for its buffers alone. It empties its list of arguments, as torch's own backends do."""
 
     _boxed_call = True
 
@@ -324,7 +324,7 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def _role(node: fx.Node) -> str:
-    """Return what becomes of a call in Inductor; of any other node its ``op``."""
+    """Return Inductor's kind of a call; of any other node its ``op``."""
     target: Any = node.target
     if node.op != "call_function":
         return node.op
@@ -357,7 +357,7 @@ _TORCHVISION = torch.library.Library("torchvision", "DEF")  # type: ignore[no-un
 
 
 def declare_torchvision_ops() -> None:
-    """Let ``import torchvision`` succeed: its compiled part, whose operators no run here calls, wants CUDA."""
+    """Declare torchvision's ops so that its import succeeds: its compiled part, unused here, needs CUDA."""
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
             _TORCHVISION.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]

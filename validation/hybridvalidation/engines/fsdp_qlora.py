@@ -1,8 +1,8 @@
 """fsdp_qlora's LoRA on several cards (train.py, ``--train_type lora``): FSDP, transformers and PEFT.
 
-Loop, wrapping and settings are that script's, in words of our own: bfloat16 everywhere, adapters of rank 64 on six
-projections as units of their own, reentrant checkpoints of every layer, AdamW, nothing offloaded. The loss is taken as
-transformers did in early 2024: of fp32 logits, shifted and copied.
+Loop, wrapping and settings are that script's, rewritten here: bfloat16 everywhere, AdamW, nothing offloaded. Adapters
+of rank 64 on six projections are units of their own; every layer has a reentrant checkpoint. The loss is computed as in
+transformers of early 2024: of fp32 logits, shifted and copied.
 """
 
 import functools
@@ -80,7 +80,7 @@ def _train(settings: Mapping[str, Any]) -> None:
 
 
 def _policy() -> Any:
-    """Return the policy of units: every layer, and every trained matrix by itself."""
+    """Return the FSDP wrapping policy: every layer, and every trained matrix by itself."""
 
     def is_trained_leaf(module: nn.Module) -> bool:
         weight = getattr(module, "weight", None)

@@ -1,4 +1,4 @@
-"""A shape as transformers builds it: its own classes and defaults, random weights."""
+"""Models as transformers builds them: its own classes and defaults, random weights."""
 
 from typing import Any
 

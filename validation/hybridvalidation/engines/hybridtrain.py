@@ -1,4 +1,4 @@
-"""Our own trainer under one of our stacks; ``settings`` says which, and the task holds it."""
+"""This project's trainer under one of its stacks, which ``settings`` names and the task holds."""
 
 import math
 import tempfile
@@ -42,7 +42,7 @@ def train(task: Task) -> list[float]:
 
 
 def stack_and_plan(task: Task) -> tuple[Stack, MemoryPlan]:
-    """Return the stack and its plan, with as many micro-batches as divide the batch: the tokens are everyone's."""
+    """Return the stack and its plan, with micro-batches that divide the batch: tokens per step are equal for all."""
     assert task.stack is not None, "found where the task was made"
     if task.micro_batches > 1:
         return task.stack, task.stack.plan(task.micro_batches)

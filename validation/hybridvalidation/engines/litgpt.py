@@ -32,7 +32,7 @@ _NUM_STEPS = 2
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
-    """Return the peak of allocated bytes, and whether the card refused a request on the way."""
+    """Return the peak of allocated bytes, and whether an allocation failed on the way."""
     settings = {**common, **config}
     name, length = settings["model"], settings["seq_len"]
     make = partial(FullConfig.from_name, name) if settings.get("lora") is None else partial(Config.from_name, name)
@@ -129,7 +129,7 @@ def _make_embedding_stable(model: Any) -> None:
 
 
 class _MatMul4Bit(torch.autograd.Function):
-    """A product with a quantized weight, as in bitsandbytes 0.42: it makes the weight whole, and keeps its input.
+    """A product with a quantized weight, as in bitsandbytes 0.42: it dequantizes the weight, and keeps its input.
 
     Every figure planned here was made with 0.41.1, or with 0.42, to which LitGPT held until December 2024. Since
     0.43 (bitsandbytes/autograd/_functions.py) the input is not kept; newer ones multiply in one kernel.

@@ -1,13 +1,13 @@
 """PEFT: adapters on a frozen model, trained by transformers' Trainer, or by the loop of its method comparison.
 
-``train``: settings are ``adapter`` (``peft_type`` and the arguments of its configuration), ``quantize`` (arguments of
-``BitsAndBytesConfig``; none: in the task's precision), ``prepare`` (``prepare_model_for_kbit_training``, which widens
-embedding, head and norms to fp32; true unless said) and ``trainer`` (``TrainingArguments``).
+``train``: settings are ``adapter`` (``peft_type`` and the arguments of its configuration) and ``trainer``
+(``TrainingArguments``). ``quantize`` has arguments of ``BitsAndBytesConfig``; none: the task's precision. ``prepare``
+(``prepare_model_for_kbit_training``, by default true) widens embedding, head and norms to fp32.
 
 ``plan`` is that comparison (method_comparison/MetaMathQA/run.py): one model, every method, lengths as in the corpus.
-The loop is that script's: batches of a bucket from long to short, gradients dropped before the forward pass, outputs
-(logits and the cache of keys and values) alive until the next step overwrites them, the allocator's cache emptied after
-every tenth step. Six steps stand for the twenty of a bucket.
+The loop is that script's: batches of a bucket from long to short, gradients dropped before the forward pass. Outputs
+(logits and key-value cache) live until the next step; the allocator's cache is emptied after every tenth one. Six steps
+represent the twenty of a bucket.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _EMPTY_EVERY = 10
 _BUCKET = 20
 """Batches."""
 _SPANS = (range(1), range(1, 5), range(5, 10), range(10, 11), range(11, 15), range(15, 20))
-"""Batches of a bucket that one step of their mean length stands for; the longest after an emptied cache stand alone."""
+"""Batches of a bucket that one step of their mean length represents; the longest after an emptied cache are alone."""
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
@@ -85,7 +85,7 @@ def train(task: Task) -> list[float]:
 
 
 def _quantized(task: Task, settings: Mapping[str, Any]) -> Any:
-    """Return the model of ``from_pretrained`` under a ``BitsAndBytesConfig``, of random weights instead of a file's."""
+    """Build the model of ``from_pretrained`` with a ``BitsAndBytesConfig``, from random weights instead of a file's."""
     whole = build_model(task)
     kind, config, weights = type(whole), whole.config, whole.state_dict()
     return kind.from_pretrained(

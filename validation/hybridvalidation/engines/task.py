@@ -1,4 +1,4 @@
-"""What an engine is asked to train: one model, the tokens of a step, and a recipe in the engine's own words."""
+"""Training task of an engine: one model, the tokens of a step, and a recipe in the engine's own settings."""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One recipe, on whatever device there is."""
+    """One recipe, on the available device."""
 
     engine: str
     model: ModelConfig
@@ -54,7 +54,7 @@ class Task:
 
     @property
     def sample(self) -> list[int]:
-        """Tokens of a sequence; every one is the same, so that a model which learns can be told from one which not."""
+        """Tokens of a sequence; all are equal, so that a model that learns is distinguishable."""
         return [13 * place % self.model.vocab_size for place in range(self.workload.seq_len)]
 
     @property
@@ -63,7 +63,7 @@ class Task:
         return [[self.sample] * self.micro_batch_size] * self.micro_batches
 
     def small(self) -> "Task":
-        """Return the same recipe at a size that a processor trains in a second."""
+        """Return the recipe at a size that a CPU trains in a second."""
         shape = self.model
         kv_heads = max(1, 4 * shape.num_kv_heads // shape.num_heads)
         model = replace(

@@ -22,7 +22,7 @@ _LOW_BIT = "torchao.prototype.low_bit_optim"
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
-    """Return the peak of allocated bytes, and whether the card refused a request on the way."""
+    """Return the peak of allocated bytes, and whether an allocation failed on the way."""
     gpu = VirtualGpu(find_card(card))
     with suppress(torch.OutOfMemoryError), gpu, compiling(gpu):
         _train({**common, **config})

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-call"
-"""torchtitan's pre-training of Llama 3 under FSDP2, eager, as of December 2024: model and loop in words of our own.
+"""torchtitan's pre-training of Llama 3 under FSDP2, eager, as of December 2024: model and loop rewritten here.
 
-As in the commit that its benchmark names: every second matrix product and all attention are kept (selective
-checkpointing by op), norms are written out in fp32, rotary positions are complex numbers, the loss is taken of fp32
-logits, parameters are fp32 shards, gathered in bfloat16 and reduced in fp32, and the last block stays gathered.
+As in the commit that its benchmark names, every second matrix product and all attention are kept (selective
+checkpointing by op). Norms are written out in fp32, rotary positions are complex, the loss is of fp32 logits.
+Parameters are fp32 shards, gathered in bfloat16 and reduced in fp32; the last block stays gathered.
 """
 
 from collections import Counter
@@ -156,7 +156,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added to x."""
+        """Return the layer's addition to x."""
         return self.w2(functional.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
 
 
@@ -193,7 +193,7 @@ class Transformer(nn.Module):
         self.output = nn.Linear(width, vocab_size, bias=False)
 
     def init_weights(self) -> None:
-        """Draw weights on the card; angles are made there anew."""
+        """Draw weights on the card; angles are recomputed there."""
         with torch.device(self.angles.device):
             self.angles = self._angles()
         for parameter in self.parameters():

@@ -40,7 +40,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
 
 
 class Log:
-    """Keeps what a recipe logs."""
+    """Keeps a recipe's logs."""
 
     peaks: list[float] = []  # noqa: RUF012  a recipe makes its logger by name: there is no other way out of it
 
@@ -52,21 +52,21 @@ class Log:
         self.peaks.append(payload["peak_memory_active"] * 2**30)
 
     def close(self) -> None:
-        """Be done."""
+        """Close the log."""
 
 
 class Tokenizer:
-    """Stands where a recipe wants one: the batches are made without."""
+    """Placeholder for a recipe's tokenizer: batches are made without one."""
 
     def __init__(self, **_options: Any) -> None:
         pass
 
 
 class _Batches(list[dict[str, Tensor]]):
-    """Batches and their sampler at once."""
+    """Batches and their sampler in one."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Be as shuffled as ever."""
+        """Ignore the epoch: every batch is the same."""
 
 
 def _run(overrides: Mapping[str, Any], recipe: str, name: str) -> None:

@@ -25,7 +25,7 @@ def run_trainer(task: Task, model: Any, settings: dict[str, Any]) -> list[float]
 
 
 def common_arguments(task: Task, folder: str) -> dict[str, Any]:
-    """Return the arguments of every run: the tokens of a step, its precision, nothing saved and nothing reported."""
+    """Return every run's arguments: the tokens of a step, its precision, nothing saved and nothing reported."""
     return {
         "output_dir": folder, "per_device_train_batch_size": task.micro_batch_size,
         "gradient_accumulation_steps": task.micro_batches, "max_steps": task.num_steps,

@@ -1,4 +1,4 @@
-"""What a stack costs in quality: a small model trained for real, on the same batches and seeds as the baseline."""
+"""Quality cost of a stack: a small model trained for real, on the same batches and seeds as the baseline."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -94,7 +94,7 @@ def _windows(spec: AccuracySpec, corpus: Corpus) -> Iterator[tuple[torch.Tensor,
 
 
 def accumulation_difference(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus) -> float | None:
-    """Return by how much accumulated training and training with the large batch end apart, over the weights' norm.
+    """Return the difference of final weights between accumulated and large-batch training, over the weights' norm.
 
     None for a plan that accumulates nothing or does not keep fp32 weights on the device. The first seed of ``spec`` is
     trained, without dropout: its random numbers belong to a micro-batch.

@@ -48,7 +48,7 @@ _Event = tuple[int, int, str, str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutedJob:
-    """What is asked for; the newest of equal ones stands for all."""
+    """Key of an executed run; the newest of equal ones counts."""
 
     model: str
     shape: ModelConfig
@@ -63,7 +63,7 @@ class ExecutedJob:
 
     @property
     def key(self) -> str:
-        """Digest of all of it."""
+        """Digest of all fields."""
         return digest(self)
 
 
@@ -87,7 +87,7 @@ class ExecutedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierPeaks:
-    """Most bytes at once, the building of the model included."""
+    """Peak bytes, the building of the model included."""
 
     device_bytes: int
     host_bytes: int
@@ -97,7 +97,7 @@ class TierPeaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutedRank:
-    """What one process did; fields are those of the run."""
+    """Result of one process; fields are those of the run."""
 
     rank: int
     build_s: float
@@ -143,7 +143,7 @@ class ExecutedRun(Record):
     """Of several ranks each; peaks and steps above are then of the one that held the most, events of all."""
 
     def faults(self) -> list[str]:
-        """Return the faults of a record of this kind."""
+        """Return inconsistencies of the content."""
         return [] if self.steps else ["steps: empty; a run has at least one"]
 
     @property
@@ -169,7 +169,7 @@ def read_executed(records: Path) -> list[ExecutedRun]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecuteSpec:
-    """What is run."""
+    """Specification of a run."""
 
     model: str
     """For the record: a preset, or the name of a shape."""
@@ -192,7 +192,7 @@ class ExecuteSpec:
 
     @property
     def plan(self) -> MemoryPlan:
-        """What the stack composes to."""
+        """Composed plan of the stack."""
         return self.stack.plan(self.grad_accum_steps)
 
     @property
@@ -202,7 +202,7 @@ class ExecuteSpec:
 
     @property
     def config(self) -> TrainerConfig:
-        """Everything else the trainer wants."""
+        """Training configuration."""
         return TrainerConfig(
             optimizer=OPTIMIZERS[self.stack.optimizer](lr=self.lr),
             schedule=LrSchedule(kind="constant", warmup_steps=0, total_steps=max(self.num_steps, 1)),
@@ -222,7 +222,7 @@ class _Passage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """What one of several ranks is given."""
+    """Job of one of several ranks."""
 
     spec: ExecuteSpec
     rank: int
@@ -231,7 +231,7 @@ class RankJob:
 
 
 def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> ExecutedRun:
-    """Dry-run the steps, train them, compare; tell each step.
+    """Dry-run the steps, train them and compare; report each step.
 
     Raises:
         ConfigError: the workload does not suit the model, the plan not the ranks, or the plan uses the disk and no
@@ -267,7 +267,7 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
 
 
 def _execute_ranks(spec: ExecuteSpec, say: Callable[[str], None]) -> list[ExecutedRank]:
-    """Execute each rank in a process of its own; when one fails the others are stopped."""
+    """Execute each rank in a child process; when one fails the others are stopped."""
     Trainer(spec.shape, spec.plan, spec.config, VirtualTransfer(), group=VirtualGroup(0, spec.world))  # refused here
     say(f"{spec.world} ranks on gloo, {spec.num_steps} steps each")
     with tempfile.TemporaryDirectory() as folder:
@@ -358,7 +358,7 @@ def _pass(
 
 
 def _check_room(spec: ExecuteSpec, planned: TierPeaks) -> None:
-    """Refuse what the machine cannot hold before hours are spent on it; each rank is taken to hold as much."""
+    """Refuse runs beyond the machine's memory before hours are spent; ranks are assumed equal."""
     sizes = (planned.device_bytes, planned.host_bytes, planned.disk_bytes)
     device_bytes, host_bytes, disk_bytes = (size * spec.world for size in sizes)
     available = available_host_bytes()
@@ -411,7 +411,7 @@ def _peaks_text(peaks: TierPeaks) -> str:
 
 
 def first_difference(planned: LedgerTrace, executed: LedgerTrace) -> str:
-    """Return a sentence on the first event in which a dry run and a run differ; empty when none does.
+    """Return a sentence on the first event that differs between a dry run and a run; empty without one.
 
     Compared are every allocation and release in order, each with bytes, class, unit and step.
     """

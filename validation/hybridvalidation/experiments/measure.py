@@ -43,7 +43,7 @@ class MeasuredStep:
 
 
 class DeviceUse:
-    """What this process takes of a card outside of torch's allocator: CUDA context, kernels, libraries.
+    """Bytes of a card used by this process outside torch's allocator: CUDA context, kernels, libraries.
 
     NVML reads the whole card before this process touches it and again at the end; the difference is this process' own.
     Where it does not answer, the card is taken to be used by nobody else.
@@ -117,7 +117,7 @@ def measure_on_cuda(
 
 
 def cap_memory(device: torch.device, cap_bytes: int) -> int:
-    """Let torch's allocator take ``cap_bytes`` at most, or what is free where that is a little less; return it.
+    """Cap torch's allocator at ``cap_bytes``, or at the free bytes where these are a little less; return the cap.
 
     Raises:
         ConfigError: less than nine tenths of it are free.
@@ -150,5 +150,5 @@ def run_step(trainer: Trainer, batches: Sequence[TokenBatch], device: torch.devi
 
 
 def num_alloc_retries(device: torch.device) -> int:
-    """Return how often the allocator had to release its cache and ask again."""
+    """Return the number of times that the allocator released its cache and retried."""
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -41,7 +41,7 @@ def work(job: PeerJob) -> PeerFigures:
 
 
 def plan(task: Task, card: Card, host: Host, allocator: AllocatorConfig | None = None) -> PeerFigures:
-    """Run two steps on the virtual card; where they do not fit, say where, and what they would take of a larger one."""
+    """Run two steps on the virtual card; where they do not fit, report the place and the need on a larger one."""
     if task.stack is not None:  # our own: a dry run, which knows host, disk and the copies between
         run = ours.run_dry(task, card, host)
         shortage = _told(run.oom) if run.oom is not None else "" if run.fits else "host memory or disk is too small"
@@ -67,7 +67,7 @@ def execute(task: Task) -> PeerFigures:
 
 
 def measure(task: Task, card: Card) -> PeerFigures:
-    """Train on this machine's CUDA card, which may take no more than ``card`` has, and read the allocator."""
+    """Train on this machine's CUDA card, capped at the memory of ``card``, and read the allocator."""
     if task.stack is not None:
         return _measure_ours(task, card)
     device = torch.device("cuda", torch.cuda.current_device())
@@ -109,7 +109,7 @@ def _measure_ours(task: Task, card: Card) -> PeerFigures:
 
 
 def _on_virtual_card(task: Task, card: Card, host: Host, allocator: AllocatorConfig | None) -> tuple[VirtualGpu, str]:
-    """Return the card after the steps, and what it was too small for."""
+    """Return the card after the steps, and the allocation that it refused."""
     memory = None if host.memory_gib is None else host.tensor_bytes
     gpu = VirtualGpu(card, host_memory=memory, allocator=allocator)
     try:

@@ -1,4 +1,4 @@
-"""``hybridtrain peers``: trainers of others beside ours on the same tokens and the same card, in one table."""
+"""``hybridtrain peers``: other trainers beside this one on the same tokens and the same card, in one table."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,8 +32,8 @@ _LIMIT_S = 1800.0
 _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """torchao compiles its update for minutes, for a step of a tiny model, and a virtual card runs eager code anyway."""
 _HEADERS = (
-    "engine", "recipe", "peak GiB", "reserved GiB", "host GiB", "fits", "step", "tokens/s", "bound by", "evidence",
-    "remark",
+    "engine", "recipe", "peak GiB", "reserved GiB", "host GiB", "fits", "step time", "tokens/s", "bottleneck",
+    "evidence", "remark",
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ class PeerRun:
     needs: tuple[str, ...] = ()
     """Packages beside those that the engine always needs."""
     remark: str = ""
-    """What a reader of its row must know."""
+    """Remark on its row."""
     left_out: str = ""
     """Why it is not run, and stands in the table all the same."""
 
@@ -73,7 +73,7 @@ class PeerRun:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """All packages that it needs."""
+        """All packages that the recipe needs."""
         return ENGINES.get(self.engine, ()) + self.needs
 
     @property
@@ -96,11 +96,11 @@ class PeerRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFile:
-    """``scenarios/peers/NAME.toml``. What it leaves out is that of ``scenarios/NAME.toml``, with that file's stacks."""
+    """``scenarios/peers/NAME.toml``. Omitted keys come from ``scenarios/NAME.toml``, with that file's stacks."""
 
     title: str
-    description: str = ""
-    """What all rows share, and what a reader must know."""
+    says: str = ""
+    """Common settings of all rows, and remarks."""
     model: ModelSpec | None = None
     card: CardSpec | None = None
     workload: BatchWorkload | None = None
@@ -120,7 +120,7 @@ class PeerFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerScenario:
-    """A file with nothing left out."""
+    """A file with all keys filled."""
 
     name: str
     title: str
@@ -139,7 +139,7 @@ class PeerScenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerJob:
-    """What a child is asked to run."""
+    """Job of a child."""
 
     scenario: str
     run: str
@@ -150,11 +150,11 @@ class PeerJob:
     expandable_segments: bool
     task: Task
     packages: tuple[str, ...]
-    """What must be installed."""
+    """Required packages."""
 
     @property
     def key(self) -> str:
-        """Digest of what decides the result, resolved to values: names, and what a stack says of itself, do not."""
+        """Digest of all values that decide the result: names and descriptions do not."""
         task, stack = self.task, self.task.stack
         choices = {
             "evidence": self.evidence.value, "engine": task.engine, "config": "" if stack else task.config,
@@ -169,7 +169,7 @@ class PeerJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFigures:
-    """What a run found. Bytes and times of an executed run are those of no card, and not told."""
+    """Figures of a run. An executed run has no bytes or times, as no card was there."""
 
     num_params: int = 0
     """Elements of parameters as they are stored: with adapters, a tied weight once, two 4-bit weights as one byte."""
@@ -179,10 +179,10 @@ class PeerFigures:
     host_peak_bytes: int = 0
     fits: bool = False
     shortage: str = ""
-    """What was too small, and where in the step that was noticed."""
+    """Exhausted memory, and the place in the step."""
     step_time_s: float = 0.0
     bound: str = ""
-    """What the time of a planned step is spent on."""
+    """Bottleneck of a planned step."""
     losses: tuple[float, ...] = ()
     """Of each step that was computed."""
     without_gradient: int = 0
@@ -214,11 +214,11 @@ class Row:
         return None if record is None or record.outcome is not Outcome.OK else record.figures
 
     def tokens_per_s(self, figures: PeerFigures) -> float | None:
-        """Return tokens of a step over its seconds; None where it was not timed."""
+        """Return tokens per second; None where the step was not timed."""
         return self.tokens_per_step / figures.step_time_s if figures.step_time_s else None
 
     def why(self, evidence: Evidence) -> str:
-        """Return why there are no figures."""
+        """Return the reason for missing figures."""
         record = self.records.get(evidence)
         if self.run.left_out:
             return self.run.left_out
@@ -315,7 +315,7 @@ def _file(kind: Evidence) -> Path:
 
 
 def start_run(job: PeerJob) -> Child[PeerFigures]:
-    """Run one row in a process of its own."""
+    """Run one row in a child process."""
     eager = {} if job.evidence is Evidence.MEASURED else _EAGER
     work = "hybridvalidation.experiments.peer_runs:work"
     return Child(work, job, PeerFigures, limit_s=_LIMIT_S, environment=ONE_THREAD | eager)
@@ -358,7 +358,7 @@ def peer_table(rows: Iterable[Row], style: str) -> str:
 
 
 def versions_lines(rows: Iterable[Row]) -> list[str]:
-    """Return with which versions of its recipes' packages each engine was run, a line each."""
+    """Return the package versions of each engine's recipes, a line each."""
     engines: dict[str, set[str]] = {}
     for row in rows:
         told = {f"{package} {version}" for package, version in _versions(row).items()}
@@ -403,7 +403,7 @@ def _line(row: Row, kind: Evidence) -> list[str]:
 
 
 def _evidence(row: Row, kind: Evidence) -> str:
-    """Return how the figures of a line were got, and whether the recipe was seen to train."""
+    """Return the kinds of evidence of a line, and whether the recipe was executed."""
     if kind is Evidence.MEASURED:
         return "measured"
     planned = "planned, times estimated" if row.figures(kind) is not None else ""
@@ -426,7 +426,7 @@ def peers_command(
     *, files: ScenarioFiles, results: Path, scenario: str | None, planned: bool, record: bool, jobs: int,
     say: Callable[[str], None],
 ) -> tuple[str, list[dict[str, object]]]:  # fmt: skip
-    """Run what has no record that holds; return a table for each scenario, and all rows as plain data.
+    """Run rows without a valid record; return a table for each scenario, and all rows as plain data.
 
     ``planned`` leaves out what is executed or measured; ``record`` appends what is made to the records; ``jobs`` are
     processes at a time, on a card one; ``say`` takes a line per run.

@@ -1,4 +1,4 @@
-"""``hybridtrain recorded``: runs that others measured and published, planned with their own libraries and compared."""
+"""``hybridtrain recorded``: runs measured and published by others, planned with their own libraries and compared."""
 
 import json
 from collections import Counter
@@ -28,10 +28,10 @@ _LIMIT_S = 1800.0
 
 
 class Role(StrEnum):
-    """What a run is for; said before anything is predicted."""
+    """Role of a run; fixed before anything is predicted."""
 
     CALIBRATE = "calibrate"
-    """What its source does not say was fitted on it; at most one run of a source."""
+    """Unpublished settings were fitted on it; at most one run of a source."""
     PREDICT = "predict"
     SEEN = "seen"
     """Predicted by code or a recipe that was written or changed when the figure was known: no blind prediction."""
@@ -70,11 +70,11 @@ class Source:
     versions: str
     """Of torch and the libraries, as the source says them; empty where it does not."""
     protocol: str
-    """What is fitted, on what; what counts as an error. Written before predicting."""
+    """Fitted values, their run, and the definition of the error. Written before predicting."""
     common: str = "{}"
     """The recipe that all runs share: JSON."""
     packages: tuple[str, ...] = ()
-    """What must be installed to plan it."""
+    """Packages that planning requires."""
     seen: tuple[str, ...] = ()
     """Quantities that were known of all predicted runs when what plans them was settled; the protocol says how."""
     runs: tuple[RecordedRun, ...]
@@ -92,7 +92,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedJob:
-    """What a child is asked to plan."""
+    """Planning job of a child."""
 
     source: str
     run: str
@@ -103,14 +103,14 @@ class RecordedJob:
 
     @property
     def key(self) -> str:
-        """Digest of what decides the plan: the card by its figures, whatever it and the run are called."""
+        """Digest of all values that decide the plan: the card by its figures, without names."""
         task = {"engine": self.engine, "common": self.common, "config": self.config}
         return key_of(task, values_of(card=find_card(self.card)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFigures:
-    """What a child answers: quantity to value, as in ``RecordedRun.recorded``."""
+    """Answer of a child: quantity to value, as in ``RecordedRun.recorded``."""
 
     figures: Mapping[str, float]
 
@@ -128,7 +128,7 @@ class PlannedRun(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One figure: recorded, planned, and how far apart."""
+    """One figure: recorded, planned, and the error."""
 
     source: str
     id: str
@@ -146,7 +146,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Planned over recorded, less one; of ``oom`` 0 where both agree and 1 where not."""
+        """Planned over recorded, minus one; of ``oom`` 0 where both agree and 1 where not."""
         if self.planned is None:
             return None
         if self.quantity == "oom":
@@ -195,7 +195,7 @@ def append_planned(records: Path, record: PlannedRun) -> Path:
 
 
 def job_of(name: str, source: Source, run: RecordedRun) -> RecordedJob:
-    """Return the job of a run."""
+    """Return the planning job of a run."""
     return RecordedJob(
         source=name, run=run.id, engine=source.engine, card=source.card, common=source.common, config=run.config
     )
@@ -208,7 +208,7 @@ def work(job: RecordedJob) -> PlannedFigures:
 
 
 def start_plan(job: RecordedJob) -> Child[PlannedFigures]:
-    """Plan one run in a process of its own."""
+    """Plan one run in a child process."""
     return Child(f"{__name__}:work", job, PlannedFigures, limit_s=_LIMIT_S)
 
 
@@ -264,7 +264,7 @@ def _score(rows: Sequence[Row]) -> Score:
 
 
 def recipe_errors(rows: Iterable[Row]) -> list[float]:
-    """Return the errors, relative, of planned steps of recipes that run on one card: what they differ by in speed."""
+    """Return the relative errors of planned step times of recipes on one card."""
     errors = (row.error for row in rows if row.source == "peft" and row.quantity == "step_seconds" and row.is_predicted)
     return [error for error in errors if error is not None]
 
@@ -286,7 +286,7 @@ def score_table(rows: Sequence[Row], style: str) -> str:
 def recorded_command(
     *, scenarios: Path, results: Path, source: str | None, record: bool, jobs: int, say: Callable[[str], None]
 ) -> tuple[str, list[dict[str, object]]]:
-    """Plan what has no record that holds; return a table of errors, and all rows as plain data.
+    """Plan runs without a valid record; return a table of errors, and all rows as plain data.
 
     ``record`` appends what is planned to the records; ``jobs`` are processes at a time; ``say`` takes a line per run.
 

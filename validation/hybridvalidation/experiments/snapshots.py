@@ -1,4 +1,4 @@
-"""``hybridtrain snapshots``: what allocators of real cards did, replayed in the model; and how far plans can move.
+"""``hybridtrain snapshots``: allocator histories of real cards, replayed in the model; and sensitivity of plans.
 
 Public snapshots are known by the digest of their content, none of which is kept here (``scenarios/snapshots``).
 """
@@ -34,26 +34,24 @@ _LEAST_EVENTS = 2
 _NEAR = 0.01
 """Share of the recorded reserved bytes within which a replay with addresses of our own is to end."""
 _HOW = (
-    "Recorded: by torch's allocator on CUDA cards of others, who published the snapshot. Nobody made these for us: "
-    "they are training steps, inference and tests of {repositories} repositories. From the last state of a snapshot "
-    "its events are undone to the state before the first one; from there the same requests go to our model. "
-    "**Events**: recorded, and of them those that the model repeats with the same action, address, size and stream "
-    "when the driver puts its segments where it did. **Reserved**: recorded at the end; what was taken since the "
-    "first event; the largest error, at the end or at its peak, of the model with addresses of its own, rising (as "
-    "plans have it) and falling. When cached memory went back is taken from the record. A snapshot without segments "
-    "taken shows that blocks are chosen right, not that segments are. Files that hold no events show the sizes of "
-    "blocks alone: in use, and of them those that have the size the model gives their request."
+    "Recorded: by torch's allocator on CUDA cards of others, who published the snapshot. They are training steps, "
+    "inference and tests of {repositories} repositories, none made for this project. Events are undone from a "
+    "snapshot's last state to its first; the same requests then go to our model. **Events**: recorded. **Same**: "
+    "repeated with the same action, address, size and stream, with the driver's segments where they were. "
+    "**Reserved**: recorded at the end. **Since**: taken since the first event. **Rising**, **falling**: the largest "
+    "error, at the end or at the peak, with the model's own addresses; plans have rising ones. When cached memory "
+    "went back is taken from the record. A snapshot without new segments tests the choice of blocks, not of "
+    "segments. Files without events show block sizes alone: blocks in use, and those that have the model's size."
 )
 _CHANGES = (DRIVER, EVALUATION, MORE_STEPS, LENGTHS)
 _HOW_PLANS = (
     "Planned: the events of a scenario's dry run, replayed in the allocator model as they are and with one change. "
     "Reserved: peak of the dry run's steps, without a cap. **Driver**: segments at falling addresses. "
     "**Evaluation**: a forward pass alone before the first step. **More steps**: the last step four more times. "
-    "**Lengths**: steps of 1/2 to 7/8 of the length before and between, which this project's trainer does not make."
-    " A dash: the plan's last step does not end as it began, or has no such change. `hybridtrain dry-run` prints "
-    "these of any plan, and `recommend` leaves the largest of the first three free. A card that is full gives "
-    "cached segments back before it refuses, so a plan whose sum is above the card may still run, at the price of "
-    "taking them again."
+    "**Lengths**: steps of 1/2 to 7/8 of the length before and between, which this project's trainer does not make. "
+    "A dash: the plan's last step does not end as it began, or has no such change. `hybridtrain dry-run` prints "
+    "these of any plan, and `recommend` leaves the largest of the first three free. A full card frees cached "
+    "segments before it refuses. A plan whose sum is above the card may thus still run, but must allocate them again."
 )
 
 
@@ -80,13 +78,13 @@ class PublicSnapshots:
 
 
 def read_public(scenarios: Path) -> dict[str, PublicSnapshot]:
-    """Return all by their blob; raises ``ConfigError`` for a faulty file."""
+    """Return all snapshots by blob; raises ``ConfigError`` for a faulty file."""
     found = load_toml(PublicSnapshots, scenarios / "snapshots" / "public.toml").snapshots
     return {snapshot.blob: snapshot for snapshot in found}
 
 
 def blob_of(path: Path) -> str:
-    """Return the digest that ``git hash-object`` gives a file."""
+    """Return the hash of ``git hash-object`` of a file."""
     content = path.read_bytes()
     return sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
@@ -111,7 +109,7 @@ class ReplayedDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotsRecord(Record):
-    """All snapshots that were at hand."""
+    """All available snapshots."""
 
     devices: tuple[ReplayedDevice, ...]
     evidence: Evidence = Evidence.PLANNED
@@ -119,7 +117,7 @@ class SnapshotsRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMoves:
-    """One stack."""
+    """Reserved bytes of one stack's plan, by change."""
 
     stack: str
     planned_bytes: int
@@ -130,7 +128,7 @@ class PlanMoves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovesRecord(Record):
-    """All stacks of a scenario."""
+    """Reserved bytes of all stacks of a scenario."""
 
     scenario: str
     plans: tuple[PlanMoves, ...]
@@ -162,7 +160,7 @@ def replay_files(paths: Sequence[Path], scenarios: Path) -> SnapshotsRecord:
 
 
 def snapshots_text(record: SnapshotsRecord, style: str = TERMINAL) -> str:
-    """Return the sum and a row for each device."""
+    """Return the summary and a row for each device."""
     replayed = [each for each in record.devices if each.replay is not None]
     others = [each for each in record.devices if each.replay is None]
     parts = [headline(record)]
@@ -177,7 +175,7 @@ def snapshots_text(record: SnapshotsRecord, style: str = TERMINAL) -> str:
 
 
 def headline(record: SnapshotsRecord) -> str:
-    """Return in sentences what was met."""
+    """Return the summary in sentences."""
     runs = [(each, each.replay) for each in record.devices if each.replay is not None]
     same = sum(_is_same(replay) for _, replay in runs)
     whole = sum(not replay.start_reserved_bytes for _, replay in runs)
@@ -210,13 +208,13 @@ def write_reserved(scenarios: Path, results: Path) -> list[Path]:
         _HOW.format(repositories=len(repositories)),
         _left_out(public),
     ]
-    parts += ["## By how much plans move", moves_text(moves, MARKDOWN)] if moves else []
+    parts += ["## Sensitivity of planned reserved bytes", moves_text(moves, MARKDOWN)] if moves else []
     parts.append(made_by([("of snapshots", record), *(("of plans", each) for each in moves)]))
     return [write_page(results, "reserved", "\n\n".join(parts))]
 
 
 def differs(record: SnapshotsRecord) -> bool:
-    """Return whether anything recorded is not repeated."""
+    """Return whether any recorded event is not repeated."""
     replays = [each.replay for each in record.devices if each.replay is not None]
     is_wrong = any(each.num_lawful < each.num_blocks or each.refused for each in record.devices)
     return is_wrong or not all(map(_is_same, replays))
@@ -280,15 +278,15 @@ def _left_out(public: Mapping[str, PublicSnapshot]) -> str:
     licences = Counter(snapshot.licence for snapshot in public.values())
     kinds = ", ".join(f"{count} {licence}" for licence, count in licences.items())
     return (
-        f"{len(public)} files are known (scenarios/snapshots/public.toml), by their content's digest; licence of their "
-        f"repositories: {kinds}. None of them stands here. Not replayed: {told}. What is attached to "
-        "threads of issues could not be had at all. To repeat it, put the files "
+        f"{len(public)} files are known (scenarios/snapshots/public.toml), by their content's digest; licences of "
+        f"their repositories: {kinds}. None is stored here. Not replayed: {told}. Attachments of "
+        "issue threads could not be downloaded. To repeat it, put the files "
         "anywhere and run `hybridtrain snapshots FOLDER`; a snapshot of your own is replayed by its path."
     )
 
 
 def plan_moves(files: ScenarioFiles, scenario: Scenario, say: Callable[[str], None]) -> MovesRecord:
-    """Dry-run every stack of a scenario and replay it otherwise."""
+    """Dry-run every stack of a scenario and replay it with each change."""
     header, plans, card = begin_header(), list[PlanMoves](), scenario.card.resolve()
     for name in scenario.stacks:
         say(f"{scenario.name}, {name}")
@@ -309,13 +307,13 @@ def newest_moves(records: Path) -> list[MovesRecord]:
 
 
 def moves_text(records: Sequence[MovesRecord], style: str) -> str:
-    """Return the sum, a row for each plan, and how they were got."""
+    """Return the summary, a row for each plan, and the method."""
     plans = [(record.scenario, plan) for record in records for plan in record.plans]
     later = [share for _, plan in plans if (share := _share(plan, MORE_STEPS)) is not None and share > 0]
     headline = (
         f"{len(later)} of {len(plans)} plans reserve more in later steps than in the two of their dry run"
         + (f", at most {100 * max(later):+.1f} %" if later else "")
-        + "; a plan's reserved bytes are therefore those that its last step settles at when it is repeated."
+        + ". A plan's reserved bytes are therefore those at which its repeated last step settles."
     )  # fmt: skip
     rows = []
     for scenario, plan in plans:
@@ -328,6 +326,6 @@ def moves_text(records: Sequence[MovesRecord], style: str) -> str:
 
 
 def _share(plan: PlanMoves, change: str) -> float | None:
-    """Return by which share of the planned bytes a change moves them, None where it was not tried."""
+    """Return the relative change of the planned bytes, None where it was not tried."""
     size = plan.by_change.get(change)
     return None if size is None else size / plan.planned_bytes - 1

@@ -74,7 +74,7 @@ class ScenarioRun:
     """Of them read, not made."""
 
     def get(self, kind: RunKind, stack: str) -> StackRun | None:
-        """Return a record if that run was made and ended well enough to have one."""
+        """Return the record of a run, None where it was not made or failed."""
         return self.records.get((kind, stack))
 
     def memory(self, stack: str) -> MemoryFigures | None:
@@ -84,12 +84,12 @@ class ScenarioRun:
 
     @property
     def rank_host(self) -> Host:
-        """The machine as one rank finds it, for figures are those of a rank."""
+        """Host as seen by one rank, for figures are those of a rank."""
         return self.scenario.host.shared(self.scenario.ranks().local_size)
 
     @property
     def num_made(self) -> int:
-        """Records that are new."""
+        """Number of new records."""
         return len(self.records) - self.num_cached
 
 
@@ -115,7 +115,7 @@ def make_job(kind: RunKind, scenario: Scenario, stack: Stack) -> Job:
 
 
 def jobs_of(scenario: Scenario, stacks: Iterable[Stack], kinds: Iterable[RunKind]) -> list[Job]:
-    """Return every run of some kinds."""
+    """Return the jobs of some kinds."""
     stacks = list(stacks)
     return [
         make_job(kind, scenario, stack)
@@ -126,7 +126,7 @@ def jobs_of(scenario: Scenario, stacks: Iterable[Stack], kinds: Iterable[RunKind
 
 
 def run_from_records(scenario: Scenario, stacks: Iterable[Stack], store: RecordStore) -> ScenarioRun:
-    """Return the newest record of every kind and stack as the files describe them now; nothing is run."""
+    """Return the newest record of every kind and stack that matches the current files; nothing is run."""
     stacks = list(stacks)
     newest = {record.key: record for record in store.read(scenario.name)}
     records = _by_place(jobs_of(scenario, stacks, get_args(RunKind)), newest)
@@ -143,7 +143,7 @@ def run_scenario(
     scenario: Scenario, stacks: Iterable[Stack], known: Sequence[RecordStore], store: RecordStore, *, progress: bool,
     planned_only: bool = False,
 ) -> ScenarioRun:  # fmt: skip
-    """Run what has no record yet and return everything. Any program's record answers; ``gate`` holds it to this one.
+    """Run jobs without a record and return everything. Records of any program count; ``gate`` compares them.
 
     Records are looked for in ``known``, the first first, and written to ``store``. ``planned_only`` makes dry runs
     alone: of all else the newest record stands, whatever torch made it.
@@ -175,7 +175,7 @@ def run_scenario(
 
 
 def _holds(record: StackRun) -> bool:
-    """Return whether a record answers what it was asked; a measurement belongs to its card."""
+    """Return whether a record is valid for its job; a measurement belongs to its card."""
     if record.why_repeat() or record.kind != "measured":
         return not record.why_repeat()
     here, there = read_environment(), record.environment
@@ -183,7 +183,7 @@ def _holds(record: StackRun) -> bool:
 
 
 def _same_corpus(jobs: Sequence[Job], found: Mapping[str, StackRun]) -> Mapping[str, StackRun]:
-    """Drop proxies that cannot be compared: the text is that of a machine's Python, and stacks are compared on one."""
+    """Drop proxies of other texts: the corpus is that of a machine's Python, and stacks are compared on one."""
     keys = [job.key for job in jobs if job.kind == "accuracy"]
     corpora = {figures.corpus_digest for key in keys if key in found and (figures := found[key].accuracy) is not None}
     if len(corpora) + any(key not in found for key in keys) < 2:
@@ -202,7 +202,7 @@ def _run_all(jobs: Sequence[Job]) -> Iterator[tuple[Job, StackRun]]:
 
 
 def start_run(job: Job) -> Child[StackRun]:
-    """Run a job in a process of its own."""
+    """Run a job in a child process."""
     return Child("hybridvalidation.experiments.stack_runs:run_job", job, StackRun)
 
 
@@ -273,7 +273,7 @@ def plan_all(jobs: Sequence[Job], *, processes: int | None = None) -> Iterator[t
 
 
 def _set_up() -> None:
-    """Set a process up: one thread, no Ctrl-C of its own, and an end when its parent ends, however that does."""
+    """Set up a process: one thread, no own Ctrl-C, and an end when its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     program_digest()

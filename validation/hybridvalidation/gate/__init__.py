@@ -1,1 +1,1 @@
-"""Today against what is kept: records of plans, baselines of kernels, and of other people's models."""
+"""Regression gate: plans against records, kernels and other people's models against baselines."""

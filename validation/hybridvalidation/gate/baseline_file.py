@@ -1,4 +1,4 @@
-"""Baseline files: JSON that people read in a diff, whole or refused."""
+"""Baseline files: JSON that is readable in a diff, read whole or refused."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``hybridtrain gate`` and ``records``: what is kept, planned or compiled again and compared."""
+"""``hybridtrain gate`` and ``records``: plans and kernels made again and compared with those kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ from hybridvalidation.scenario_files import ScenarioFiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateReport:
-    """What the gate found and wrote."""
+    """Findings and written files of the gate."""
 
     names: tuple[str, ...]
     """Scenarios that were asked for; empty: all."""
     compared: str
     findings: list[Finding]
     notes: list[str]
-    """What was not compared now, and why."""
+    """Subjects not compared now, and the reasons."""
     exit_code: GateExit
     written: list[Path]
     accepted: bool
@@ -42,7 +42,7 @@ class GateReport:
         }
 
     def as_text(self) -> str:
-        """Return the same for a reader, with what to run if the change is meant."""
+        """Return the report as text, with the command to run if the change is intended."""
         accepted = "accepted: " if self.accepted and self.exit_code is GateExit.OK else ""
         lines = [f"{accepted}{f.exit.word}: {f.scenario} {f.stack}: {f.message}" for f in self.findings]
         lines += [*self.notes, f"gate: {self.exit_code.word}, {self.compared} compared"]
@@ -56,7 +56,7 @@ class GateReport:
         return "\n".join(lines)
 
     def as_markdown(self) -> str:
-        """Return the same for a pull request or a step summary."""
+        """Return the report as Markdown for a pull request or a step summary."""
         rows = [[f.exit.word, f.scenario, f.stack, f.message] for f in self.findings]
         parts = [f"### Memory gate: {self.exit_code.word}, {self.compared} compared"]
         if rows:
@@ -71,7 +71,7 @@ class GateReport:
 
 
 def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
-    """Plan or compile again what is named, and compare it with what ``results`` keeps.
+    """Plan or compile the named subjects again, and compare them with ``results``.
 
     Raises:
         ConfigError: An unknown name, or figures are to be replaced without a reason.
@@ -85,7 +85,7 @@ def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
     is_kept = any(found.records for found in plans) or any(plan.recorded is not None for plan in others)
     is_kept |= bool(capabilities) and kernel_gate.baseline_path(results).exists()
     if order.accept and is_kept and not order.reason:
-        fault = "--reason: missing; say in a line why figures that are kept may change, it stands in the new records"
+        fault = "--reason: missing; give in a line the reason for changed figures, which the new records keep"
         raise ConfigError("gate --accept", [fault])
     parts = [compare_plans(files, plans, order, results)] if plans else []
     parts += [compare_others(others, order)] if others else []

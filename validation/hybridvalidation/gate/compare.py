@@ -19,7 +19,7 @@ _TIERS = (("host memory", "host_peak_bytes"), ("disk", "disk_peak_bytes"))
 
 
 def compare(old: MemoryFigures, new: MemoryFigures) -> list[tuple[GateExit, str]]:
-    """Return what changed, each with its code; nothing where the plans are equal, and only there.
+    """Return the changes, each with its code; none only where the plans are equal.
 
     What has no words of its own is named where nothing else changed.
     """
@@ -43,7 +43,7 @@ def compare(old: MemoryFigures, new: MemoryFigures) -> list[tuple[GateExit, str]
 
 
 def moved(old: MemoryFigures, new: MemoryFigures) -> str:
-    """Name the holders whose bytes at the peak changed, largest change first; like blocks are told together."""
+    """Name the holders whose bytes at the peak changed, largest change first; like blocks are grouped."""
     return _named(old.by_unit, new.by_unit) or "nothing moved at the peak"
 
 

@@ -1,4 +1,4 @@
-"""What a gate finds, its exit codes, and what a pipeline shows of it: Markdown, and annotations on GitHub."""
+"""Findings of a gate, its exit codes, and its output in a pipeline: Markdown, and annotations on GitHub."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ class GateExit(IntEnum):
 
     @property
     def word(self) -> str:
-        """The code as reports have it."""
+        """Name of the code in reports."""
         return self.name.lower()
 
 
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What is compared, and what becomes of differences."""
+    """Subjects to compare, and the handling of differences."""
 
     names: tuple[str, ...] = ()
     """Scenarios, ``recorded``, ``peers``, ``kernels``, a part of these (``recorded/peft``); empty: all scenarios."""
@@ -62,13 +62,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One kind of figures, found again and compared."""
+    """Comparison of one kind of figures."""
 
     subject: str
-    """What was compared, and how many."""
+    """Compared subjects, and their number."""
     findings: Sequence[Finding]
     notes: Sequence[str] = ()
-    """What was not compared now, and why."""
+    """Subjects not compared now, and the reasons."""
     accept: Callable[[], list[Path]]
     """Keeps today's figures; returns the files."""
     written: Sequence[Path] = ()
@@ -88,7 +88,7 @@ def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 
 def write_markdown(text: str, file: Path | None) -> None:
-    """Write a report where it was asked for, and append it to GitHub's step summary where there is one."""
+    """Write a report to the requested file, and append it to GitHub's step summary where there is one."""
     if file is not None:
         replace_file(file, text.encode())
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
@@ -98,7 +98,7 @@ def write_markdown(text: str, file: Path | None) -> None:
 
 
 def annotation(message: str, *, title: str, file: Path | None = None, line: int = 1) -> str:
-    """Return a line that GitHub shows as an error, beside ``file`` where one is named; empty elsewhere.
+    """Return a line that GitHub shows as an error, at ``file`` where one is named; empty elsewhere.
 
     Source of the form and its escapes: docs.github.com, Workflow commands; actions/toolkit, command.ts.
     """

@@ -1,4 +1,4 @@
-"""Bytes before and after, and who holds the difference: like blocks under one name."""
+"""Bytes before and after, and the holders of the difference: like blocks under one name."""
 
 import re
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ _NUM_SHOWN = 6
 
 
 def change_text(before: int, after: int) -> str:
-    """Return bytes before, after and by how much."""
+    """Return bytes before and after, and the difference."""
     share = f", {100 * (after / before - 1):+.3f} %" if before else ""
     return f"{format_bytes(before)} -> {format_bytes(after)} ({after - before:+,} B{share})"
 
 
 def moved_lines(old: Mapping[str, int], new: Mapping[str, int]) -> list[str]:
-    """Return who holds more or fewer bytes, a line each, the largest change of all its blocks first."""
+    """Return the holders whose bytes changed, a line each, the largest change of all its blocks first."""
     changes = {name: new.get(name, 0) - old.get(name, 0) for name in {*old, *new}}
     folded = fold({name: change for name, change in changes.items() if change})
     moved = [(name, each, each * len(unfold({name: 0}))) for name, each in folded.items()]

@@ -139,7 +139,7 @@ def _compare(
         old = recorded.resources.get(card, {})
         for name in old.keys() - new.keys():
             if f"{card} {name}" not in failed:
-                yield _not_measured(f"{card} {name}", "stands in the baseline but is not compiled any more")
+                yield _not_measured(f"{card} {name}", "is in the baseline but is not compiled any more")
         for name in new.keys() - old.keys():
             yield _not_measured(f"{card} {name}", "there is no baseline to compare with")
         for name in old.keys() & new.keys():

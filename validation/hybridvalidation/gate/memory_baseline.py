@@ -1,4 +1,4 @@
-"""Planned peaks that a repository keeps, and what has changed since: to the byte, with who holds them."""
+"""Planned peaks that a repository keeps, and changes since: to the byte, with their holders."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from hybridvalidation.gate.holders import change_text, moved_lines, unfold
 
 
 class Verdict(StrEnum):
-    """What became of a plan."""
+    """Comparison of a plan with its baseline."""
 
     EQUAL = "equal"
     GREW = "grew"
     SHRANK = "shrank"
-    """Fails too: a win that nobody approved is lost unseen by the next change."""
+    """Fails too: an unapproved gain is lost unseen by the next change."""
     NEW = "new"
     """There is nothing to compare with."""
     FITS_NO_MORE = "fits no more"
@@ -26,7 +26,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFigures:
-    """What a baseline keeps of one plan."""
+    """Figures that a baseline keeps of one plan."""
 
     test: str
     """The test that makes it."""
@@ -51,7 +51,7 @@ class MemoryBaseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChange:
-    """A plan of this run beside its baseline, and where its test is."""
+    """A plan of this run beside its baseline, and the place of its test."""
 
     name: str
     new: PlanFigures
@@ -61,13 +61,13 @@ class PlanChange:
     is_approved: bool = False
     """Whether it goes into the baseline, whatever it is."""
     limit_bytes: int | None = None
-    """What the test states."""
+    """Limit that the test states."""
     path: str = ""
     line: int = 1
 
     @property
     def verdict(self) -> Verdict:
-        """What became of the plan; there is no tolerance, as the count is deterministic."""
+        """Verdict on the plan; there is no tolerance, as the count is deterministic."""
         if not self.is_compared:
             return Verdict.NOT_COMPARED
         if self.old is None:
@@ -80,7 +80,7 @@ class PlanChange:
 
     @property
     def is_unlike(self) -> bool:
-        """Whether a test fails for what the baseline says."""
+        """Whether a test fails by its baseline."""
         return not self.is_approved and self.verdict not in {Verdict.EQUAL, Verdict.NOT_COMPARED}
 
     @property
@@ -102,7 +102,7 @@ class PlanChange:
 
     @property
     def peak(self) -> str:
-        """The peak before, now and by how much."""
+        """The peak before and now, and the difference."""
         if self.old is None or self.old.peak_bytes == self.new.peak_bytes:
             return format_bytes(self.new.peak_bytes)
         return change_text(self.old.peak_bytes, self.new.peak_bytes)
@@ -112,7 +112,7 @@ class PlanChange:
         return [] if self.old is None else moved_lines(unfold(self.old.by_module), unfold(self.new.by_module))
 
     def text(self, file: str) -> str:
-        """Return what is wrong, what is allowed and what to do."""
+        """Return the failure, the limit and the advice."""
         if not self.is_unlike:
             return f"{self.words}: {self.peak}"
         head = f"planned memory of '{self.name}': {self.verdict}, {self.peak}, on {self.new.card}"

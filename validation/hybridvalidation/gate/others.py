@@ -1,4 +1,4 @@
-"""The check of plans of others' trainers: planned again where their packages are installed, held to the records."""
+"""Check of other trainers' plans: made again where their packages are installed, compared with the records."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,13 +38,13 @@ from hybridvalidation.records.record import Record
 from hybridvalidation.scenario_files import ScenarioFiles
 
 NAMES = ("recorded", "peers")
-"""What stands for plans of others' trainers where scenarios are named; ``recorded/peft`` for those of one file."""
+"""Names of other trainers' plans among scenarios; ``recorded/peft`` for those of one file."""
 F = TypeVar("F")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OthersPlan(Generic[F]):
-    """A plan of another trainer: how it is made, and what it is held to."""
+    """A plan of another trainer: its job, and its reference."""
 
     source: str
     """As ``recorded/peft``."""
@@ -72,7 +72,7 @@ def read_others(files: ScenarioFiles, names: Sequence[str], results: Path) -> li
 
 
 def compare_others(plans: Sequence[OthersPlan[Any]], order: Order) -> Comparison:
-    """Plan again what can be planned here, each in a fresh process, and compare."""
+    """Plan again the plans that are possible here, each in a fresh process, and compare."""
     here, absent = list[OthersPlan[Any]](), dict[str, int]()
     for plan in plans:
         if package := missing_package(plan.packages):
@@ -96,7 +96,7 @@ def compare_others(plans: Sequence[OthersPlan[Any]], order: Order) -> Comparison
 
 
 def _accept(changed: Sequence[tuple[OthersPlan[Any], Ended[Any]]], reason: str) -> list[Path]:
-    """Append what was found now to the records, with the reason; return the files."""
+    """Append the new plans to the records, with the reason; return the files."""
     return sorted({
         plan.append(replace(plan.record_of(ended), accepted=reason if plan.recorded is not None else ""))
         for plan, ended in changed

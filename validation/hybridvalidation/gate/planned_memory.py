@@ -1,4 +1,4 @@
-"""What the fixture ``memory_plan`` makes: the planned memory of a training step of anyone's model."""
+"""Result of the fixture ``memory_plan``: the planned memory of a training step of anyone's model."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -33,7 +33,7 @@ class PlannedMemory:
     verdict: FitVerdict
     """Whether the card holds reserved bytes and CUDA's context; barely, where less than the margin stays free."""
     limits_bytes: list[int] = field(default_factory=list)
-    """What ``assert_peak_below`` was asked for."""
+    """Limit of ``assert_peak_below``."""
 
     @property
     def fits_card(self) -> bool:
@@ -46,7 +46,7 @@ class PlannedMemory:
         return self.run.peak.allocated_bytes
 
     def by_class(self) -> "dict[TensorClass, int]":
-        """Return who holds the peak: weights, gradients, optimizer state, activations."""
+        """Return the peak's bytes by holder: weights, gradients, optimizer state, activations."""
         return self.run.by_class()
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
@@ -75,7 +75,7 @@ class PlannedMemory:
             )
 
     def figures(self, test: str) -> PlanFigures:
-        """Return what a baseline keeps."""
+        """Return the figures for a baseline."""
         peak = self.run.peak
         held = {f"{kind}/{unit}": size for (kind, unit), size in peak.by_unit.items() if size}
         with_ = (f"{name} {version(name).partition('+')[0]}" for name in _PACKAGES if name in sys.modules)
@@ -115,7 +115,7 @@ class MemoryPlanner:
         return self._keep(name, found.run, verdict=found.verdict)
 
     def of_run(self, run: "CardRun", *, name: str | None = None) -> PlannedMemory:
-        """Take the report of a ``VirtualGpu`` instead: a training loop of one's own."""
+        """Take the report of a ``VirtualGpu`` instead: for custom training loops."""
         return self._keep(name, run, verdict=run.verdict)
 
     def _keep(self, name: str | None, run: Any, *, verdict: FitVerdict) -> PlannedMemory:

@@ -1,4 +1,4 @@
-"""The check of planned records: every stack of a scenario is planned again and held to the record that answers it."""
+"""Check of planned records: every stack of a scenario is planned again and compared with its record."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,26 +25,26 @@ _NO_RECORD = "there is no record to compare with; --accept plans it and keeps wh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioPlans:
-    """What a scenario asks to be planned, and the records that answer."""
+    """Planning jobs of a scenario, and their records."""
 
     scenario: Scenario
     jobs: tuple[Job, ...]
     records: Mapping[str, StackRun]
-    """What each stack is held to: the newest of its name, if it can be one of the same question, else that of another
+    """Reference of each stack: the newest of its name, if it can be one of the same question, else that of another
     name which answers the same."""
     gone: tuple[str, ...]
-    """Stacks that have a record and are not asked any more: their budget would be given up without a word."""
+    """Stacks that have a record but are not planned any more: their budget would be lost silently."""
 
     @property
     def state(self) -> str:
-        """Digest of questions and records."""
+        """Digest of jobs and records."""
         return key_of(
             {job.stack.name: job.key for job in self.jobs},
             {stack: digest(record) for stack, record in self.records.items()},
         )
 
     def findings(self, job: Job, run: StackRun | None) -> list[Finding]:
-        """Return what sets a run apart from what it is held to; None: it was not made."""
+        """Return the differences of a run from its reference; None: it was not made."""
         record = self.records.get(job.stack.name)
         if run is not None and run.memory is None:
             return [self.finding(job.stack.name, run.message, settled_by_accept=False)]
@@ -94,7 +94,7 @@ def read_plans(files: ScenarioFiles, names: Iterable[str], results: Path) -> lis
 
 
 def compare_plans(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: Order, results: Path) -> Comparison:
-    """Plan again, equal questions once, and compare; what has no record is planned only to be accepted."""
+    """Plan again, equal jobs once, and compare; jobs without a record are planned only to be accepted."""
     verified = _verifications(plans, results) if order.trusts_verified else {}
     again = [found for found in plans if found.scenario.name not in verified]
     begin = time.perf_counter()
@@ -124,7 +124,7 @@ def compare_plans(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: O
 
 
 def _planned(again: Sequence[ScenarioPlans], order: Order) -> dict[str, StackRun]:
-    """Return runs of today by the key of what was asked."""
+    """Return today's runs by the key of their job."""
     jobs = {job.key: job for found in again for job in found.jobs if order.accept or job.stack.name in found.records}
     took = {record.key: record.duration_s for found in again for record in found.records.values()}
     longest_first, fresh = sorted(jobs.values(), key=lambda job: -took.get(job.key, 0)), dict[str, StackRun]()
@@ -143,7 +143,7 @@ def _how_long(seconds: float) -> str:
 
 
 def _trusted(plans: Sequence[ScenarioPlans], verified: Mapping[str, Verification]) -> list[str]:
-    """Return a sentence about what was not planned again, if anything."""
+    """Return a sentence about plans that were not repeated, if any."""
     if not verified:
         return []
     count = sum(len(found.jobs) for found in plans if found.scenario.name in verified)
@@ -153,7 +153,7 @@ def _trusted(plans: Sequence[ScenarioPlans], verified: Mapping[str, Verification
 
 
 def _verifications(plans: Sequence[ScenarioPlans], results: Path) -> dict[str, Verification]:
-    """Return by scenario the check by which this very program, with this torch, found all of its records again."""
+    """Return by scenario the check by which this very program, with this torch, reproduced all its records."""
     here = [
         done
         for done in read_verifications(results / "records")
@@ -168,7 +168,7 @@ def _verifications(plans: Sequence[ScenarioPlans], results: Path) -> dict[str, V
 
 
 def _keep_verification(results: Path, equal: Mapping[str, str], seconds: float) -> Path:
-    """Append a line that says which program found which records again; return its file."""
+    """Append a line on the program that reproduced these records; return its file."""
     return append_verification(
         results / "records",
         Verification(
@@ -181,7 +181,7 @@ def _keep_verification(results: Path, equal: Mapping[str, str], seconds: float) 
 def _accept(
     files: ScenarioFiles, changed: Sequence[StackRun], gone: Sequence[str], results: Path, reason: str
 ) -> list[Path]:
-    """Append today's runs where they differ, and drop records of stacks that are not asked any more."""
+    """Append today's runs where they differ, and drop records of removed stacks."""
     store = RecordStore(results / "records")
     for run in changed:
         is_known = any(record.key == run.key for record in store.read(run.scenario))

@@ -22,7 +22,7 @@ from hybridvalidation.gate.planned_memory import MemoryPlanner, PlannedMemory
 MARKER = "memory_plan"
 """Of every test that uses the fixture: ``pytest -m memory_plan`` runs those alone."""
 COMMENT = "<!-- hybridtrain-memory -->"
-"""How the action finds its comment on a pull request again."""
+"""Marker by which the action finds its comment on a pull request."""
 _DEFAULT_FILE = "memory-baseline.json"
 _PLANNER = pytest.StashKey[MemoryPlanner]()
 
@@ -64,7 +64,7 @@ def memory_plan(request: pytest.FixtureRequest) -> MemoryPlanner:
 
 
 class MemoryGate:
-    """Holds the baseline, and every plan of the run."""
+    """Baseline and all plans of the run."""
 
     def __init__(self, config: pytest.Config) -> None:
         named = config.getoption("--memory-baseline")
@@ -88,7 +88,7 @@ class MemoryGate:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Run the test, then compare; where the test itself fails, the comparison is told beside it."""
+        """Run the test, then compare; where the test itself fails, the comparison is shown beside it."""
         try:
             result = yield
         except BaseException:
@@ -103,7 +103,7 @@ class MemoryGate:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Put the plans into the report: bytes as properties, which JUnit XML shows, and all of it for ``note``."""
+        """Put the plans into the report: bytes as properties, which JUnit XML shows, and all figures for ``note``."""
         plans = _plans_of(item) if call.when == "call" else []
         found = [(plan.name, plan.figures(item.nodeid), min(plan.limits_bytes, default=None)) for plan in plans]
         for name, figures, _ in found:
@@ -131,7 +131,7 @@ class MemoryGate:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Write what was asked for."""
+        """Write the requested baseline and report."""
         if hasattr(self.config, "workerinput") or self.config.option.collectonly:
             return
         if exitstatus == pytest.ExitCode.OK and self._runs_all():
@@ -149,7 +149,7 @@ class MemoryGate:
             write_markdown(self.markdown(), self.config.invocation_params.dir / asked if asked else None)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Tell every plan in a line, and annotate those that fail."""
+        """Print a line for every plan, and annotate those that fail."""
         changes = [change for _, change in sorted(self.changes.items())]
         hint = ", dropped" if self.approves else "; pytest --memory-approve drops it"
         lines = [
@@ -181,12 +181,12 @@ class MemoryGate:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def _told(self, item: pytest.Item) -> str:
-        """Return what is wrong with a test's plans, compared with the baseline."""
+        """Return the failures of a test's plans against the baseline."""
         changes = [self.change(plan.name, plan.figures(item.nodeid)) for plan in _plans_of(item)]
         return "\n\n".join(change.text(self.file.name) for change in changes if change.is_unlike)
 
     def _runs_all(self) -> bool:
-        """Whether no path, -k or -m leaves tests out: only then is a plan that nobody made gone."""
+        """Return whether no path, -k or -m deselects tests: only then is a missing plan gone."""
         option, args_source = self.config.option, self.config.args_source
         selects = option.keyword or option.markexpr not in {"", MARKER} or getattr(option, "lf", False)
         return not selects and args_source is not pytest.Config.ArgsSource.ARGS

@@ -1,1 +1,1 @@
-"""What pages of the guide take from the program and its records when the site is built: nothing is typed by hand."""
+"""Content of the guide that is generated from the program and its records: nothing is typed by hand."""

@@ -1,4 +1,4 @@
-"""What the source documents state as a default, and what this program has: read from its classes, with a reason."""
+"""Defaults of the source documents beside those of this program: read from its classes, with a reason."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -45,7 +45,7 @@ def _of(cls: type, name: str) -> Callable[[], object]:
 DEFAULTS = (
     Default(
         option="optimizations of a run", documented="checkpointing", reason=(
-            "Plain training, to the bit, is what every saving is told against. `hybridtrain fit` names the gentlest "
+            "Plain training, to the bit, is the baseline of every saving. `hybridtrain fit` names the gentlest "
             "stack that fits."
         ), ours=lambda: _of(TrainFile, "optimizations")() or "none",
     ),

@@ -29,7 +29,7 @@ _SHARED: Final = {"active_phases": "Phases of a hybrid run in which it acts."}
 FILES: Final[Mapping[str, type]] = {
     "training": TrainFile, "stack": Stack, "model": ModelConfig, "card": Card, "scenario": Scenario,
 }  # fmt: skip
-"""What a user may write."""
+"""Accepted values in a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def optimizers() -> str:
 
 
 def tables_of(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
-    """Yield the tables of a file, outer ones first; a table that is one of several kinds is told with them."""
+    """Yield the tables of a file, outer ones first; a table of several kinds comes with all of them."""
     yield path, cls
     for name, hint in get_type_hints(cls).items():
         inner, is_array = _inner(hint)
@@ -105,7 +105,7 @@ def tables_of(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
 
 
 def _inner(hint: object) -> tuple[object, bool]:
-    """Return what an annotation holds, and whether it holds several."""
+    """Return the inner type of an annotation, and whether it is a sequence."""
     arguments = [argument for argument in get_args(hint) if argument not in {NoneType, ...}]
     if get_origin(hint) in {Union, UnionType, tuple} and len(arguments) == 1:
         return arguments[0], get_origin(hint) is tuple
@@ -113,7 +113,7 @@ def _inner(hint: object) -> tuple[object, bool]:
 
 
 def _meanings(cls: type) -> dict[str, str]:
-    """Return what stands below each field, those of base classes too."""
+    """Return the documentation of each field, including those of base classes."""
     told: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
         for meta in parse_from_object(owner).meta:
@@ -149,6 +149,6 @@ def _first_line(cls: type) -> str:
 
 
 def commands() -> str:
-    """Return what ``hybridtrain VERB --help`` says of every verb, as Markdown."""
+    """Return the text of ``hybridtrain VERB --help`` for every verb, as Markdown."""
     text = APP.generate_docs(output_format="markdown", heading_level=1, max_heading_level=2, usage_name="hybridtrain")
     return f"{EXIT_CODES}\n\n{text[text.index('## hybridtrain ') :]}"

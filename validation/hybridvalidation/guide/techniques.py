@@ -1,4 +1,4 @@
-"""What a page on a technique says in figures: a step with it and without, records, stated targets, quality."""
+"""Figures of a technique's page: a step with it and without, records, stated targets, quality."""
 
 import tomllib
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from hybridvalidation.study.protocol import ladders, read_study
 from hybridvalidation.study.quality_notes import interim_text
 
 MODEL, CARD, WORK = "llama-3.2-1b", "rtx-4090", Workload(micro_batch_size=4, seq_len=1024)
-"""What a technique is looked at on."""
+"""Model of a technique's example."""
 _SCENARIO = "techniques"
 _FEW = 2
 """Optimizations of a stack that is about one of them: itself, and what it needs."""
 
 
 def technique_sections(kind: str, step: str, results: Results) -> str:
-    """Return all that is generated of a technique's page; ``step``: of ``step_table``, for the page's example."""
+    """Return the generated sections of a technique's page; ``step``: of ``step_table``, for the page's example."""
     stacks = [results.files.stack(name) for name in results.files.stack_names()]
     parts = {
         "Settings": settings_table(OPTIMIZATIONS[kind]),
@@ -73,7 +73,7 @@ def step_table(
 
 
 def example_stack(kind: str, example: str) -> tuple[tuple[Optimization, ...], Optimization]:
-    """Return the stack of a page's example, and what the page is about in it.
+    """Return the stack of a page's example, and the page's technique in it.
 
     Raises:
         ConfigError: the example does not have the technique, or is no stack.
@@ -88,7 +88,7 @@ def example_stack(kind: str, example: str) -> tuple[tuple[Optimization, ...], Op
 
 
 def catalogue() -> str:
-    """Return every technique with the first line of what it is."""
+    """Return every technique with the first line of its description."""
     rows = [
         [f"[{kind}]({kind}.md)", (cls.__doc__ or "").partition("\n")[0]] for kind, cls in sorted(OPTIMIZATIONS.items())
     ]
@@ -96,7 +96,7 @@ def catalogue() -> str:
 
 
 def _about(kind: str, stacks: Sequence[Stack]) -> list[str]:
-    """Return the stacks that have a technique and the fewest others."""
+    """Return the stacks with a technique and the fewest others."""
     sizes = {
         stack.name: len(stack.optimizations)
         for stack in stacks
@@ -133,7 +133,7 @@ def _recorded(names: Sequence[str], results: Results) -> str:
 
 
 def _quality(names: Sequence[str], results: Results) -> str:
-    """Return what the quality ladders say of stacks."""
+    """Return the verdicts of the quality ladders on stacks."""
     rows = []
     for ladder in ladders(results.files.folder):
         made = read_study(results.folder, ladder)

@@ -1,4 +1,4 @@
-"""Stated figures derived anew from a model's shape, each beside what a dry run plans."""
+"""Stated figures recomputed from a model's shape, each beside that of a dry run."""
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from hybridkernels.int8_quantize import GROUP_SIZE
@@ -25,7 +25,7 @@ _MB = 10**6
 
 
 def sum_of_parts_gb(case: Case) -> Metric:
-    """Return a stated total of GB anew from its stated parts; what a dry run plans decides where there is one."""
+    """Recompute a stated total of GB from its stated parts; a dry run decides where there is one."""
     parts, own = _parts(case), case.model.num_params
     num_params = own if parts.num_params is None else parts.num_params
     value = parts.bytes_per_param * num_params / GB + parts.activation_gb
@@ -50,14 +50,14 @@ def bytes_per_layer_mb(case: Case) -> Metric:
     parts, num_params = _parts(case), block_params(case.model)
     value = parts.bytes_per_param * num_params / _MB
     remark = (
-        f"{format_count(num_params)} parameters a block, its weights alone {parts.weight * num_params / _MB:.0f} MB, "
+        f"{format_count(num_params)} parameters per block, its weights alone {parts.weight * num_params / _MB:.0f} MB, "
         f"{case.model.num_blocks} blocks {case.model.num_blocks * value / 1000:.1f} GB"
     )
     return Metric(value, Evidence.ARITHMETIC, "MB", remark=remark)
 
 
 def _activation_reduction(backward_share: float, stated_is: str) -> MetricOf:
-    """Return the metric: by how much checkpointing cuts the number of kept block inputs, in steps that run backward."""
+    """Return the metric: reduction of kept block inputs by checkpointing, in steps that run backward."""
 
     def metric(case: Case) -> Metric | None:
         planned = kept_bytes_reduction(case)
@@ -82,7 +82,7 @@ averaged_activation_reduction = _activation_reduction(
 
 
 def int8_weight_reduction(case: Case) -> Metric | None:
-    """Return what int8 codes and scales save of 16-bit weights."""
+    """Return the reduction of 16-bit weights by int8 codes and scales."""
     planned = weight_peak_reduction(case)
     if planned is None:
         return None
@@ -97,7 +97,7 @@ def int8_weight_reduction(case: Case) -> Metric | None:
 
 
 def int8_state_reduction(case: Case) -> Metric | None:
-    """Return what codes and scales of 8-bit moments save of fp32 ones; what is planned decides."""
+    """Return the reduction of fp32 moments by 8-bit codes and scales; planned bytes decide."""
     planned = optimizer_reduction(case)
     if planned is None:
         return None
@@ -112,7 +112,7 @@ def int8_state_reduction(case: Case) -> Metric | None:
 
 
 def phase_aware_weight_reduction(case: Case) -> Metric:
-    """Return what int8 weights in most steps save of 16-bit ones: on average, and in the phase that decides."""
+    """Return the reduction of 16-bit weights by int8 in most steps: on average, and in the deciding phase."""
     full, predict = (size * case.model.num_params / GB for size in (_HALF_BYTES, 1.0))
     average = _PREDICT_SHARE * predict + (1 - _PREDICT_SHARE) * full
     decider = Decider(

@@ -1,4 +1,4 @@
-"""What a metric is asked about, and what it answers."""
+"""Input and output of a metric."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.scenario import BASELINE_STACK, Target
 
 RATE_METRICS = frozenset({"slowdown_x", "relative_throughput_x"})
-"""Told against the scenario's ``rate_baselines``, at equal tokens a step."""
+"""Told against the scenario's ``rate_baselines``, at equal tokens per step."""
 ACCURACY_METRICS = frozenset({"accuracy_retention_pct", "accuracy_loss_pct", "relative_weight_difference"})
 """Of trained proxies."""
 
@@ -25,9 +25,9 @@ class Decider:
     value: float
     evidence: Evidence
     stated_is: str
-    """What the stated figure is instead."""
+    """Nature of the stated figure."""
     decides: str
-    """What this one is."""
+    """Name of the deciding figure."""
     is_saving: bool = True
     """Whether more of it than stated is as good; a total must be met on both sides."""
 
@@ -41,11 +41,11 @@ class Metric:
     unit: str
     interval: Interval | None = None
     error: Interval | None = None
-    """What an estimated value may be by the time model's own error."""
+    """Range of an estimated value by the time model's own error."""
     fits: bool = True
     """Whether the stack runs on the scenario's card at all."""
     remark: str = ""
-    """What a reader must know beside the value."""
+    """Remark beside the value."""
     decider: Decider | None = None
     decimal: float | None = None
     """The value in GB of 10**9 bytes, where GB are stated and read as GiB."""
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def missing(self) -> str:
-        """Name the record without which nothing can be said."""
+        """Name the missing record."""
         if self.target.metric in ACCURACY_METRICS:
             return f"no proxy trained under {self.stack} beside {self.baseline}"
         names = [name for name in (self.stack, self.baseline) if self.run.memory(name) is None]
@@ -75,7 +75,7 @@ class Case:
             return f"no dry run of {names[0]}"
         if self.target.metric in RATE_METRICS:
             tokens = self.run.scenario.workload_of(self.stack).batch_size * self.run.scenario.workload.seq_len
-            return f"no dry run of {self.baseline} with {tokens:,} tokens a step"
+            return f"no dry run of {self.baseline} with {tokens:,} tokens per step"
         return f"nothing computes {self.target.metric}"
 
     @property
@@ -108,5 +108,5 @@ MetricOf: TypeAlias = Callable[[Case], Metric | None]
 
 
 def joined(*remarks: str) -> str:
-    """Return the remarks that say something as one."""
+    """Join the remarks that are not empty."""
     return "; ".join(filter(None, remarks))

@@ -1,4 +1,4 @@
-"""The rows of a scenario, judged together: one stack holds all of them, or none does."""
+"""Joint verdict on a scenario's rows: one stack holds all of them, or none does."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ class Joint:
         return self.stacks[self.best][self.rows.index(row)]
 
     def alone(self, row: str) -> dict[Status, list[str]]:
-        """Return what the other stacks do on a row, whatever they do on the others, if better than the best one."""
+        """Return the other stacks that do better on a row than the best stack, by status."""
         place, found = self.rows.index(row), dict[Status, list[str]]()
         for stack, verdicts in self.stacks.items():
             status = verdicts[place].status
@@ -39,7 +39,7 @@ class Joint:
 
     @property
     def sentence(self) -> str:
-        """Say which stack holds all rows, or what the nearest one lacks."""
+        """Name the stack that holds all rows, or the rows that the nearest one lacks."""
         count = "the row" if len(self.rows) == 1 else f"all {len(self.rows)} rows"
         lacks = [verdict for verdict in self.stacks[self.best] if not verdict.status.is_met]
         if lacks:
@@ -55,8 +55,8 @@ class Joint:
 def judge_jointly(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere = NOWHERE_ELSE) -> Joint | None:
     """Return every stack that fits on every row that names none; where nothing fits, every stack. None without rows.
 
-    The best stack misses fewest rows, one that nothing is known of among them, then holds most, then has the widest
-    of the narrowest margins: one that may hold all of them is nearer to that than one that surely does not.
+    The best stack misses fewest rows, unknown ones among them, then holds most. Of equal ones it has the widest of the
+    narrowest margins: one that may hold all rows comes before one that surely does not.
     """
     items = [item for item in run.scenario.targets if is_joint(item, targets)]
     if not items:
@@ -71,7 +71,7 @@ def judge_jointly(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: El
 
 
 def judge_all(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere = NOWHERE_ELSE) -> list[Verdict]:
-    """Return the verdicts in file order: one for each stack that a row names, else that of the stack best on all rows.
+    """Return the verdicts in file order: one for each stack that a row names, else the best stack's.
 
     What any stack must take at least is decided by the one that takes least.
     """

@@ -1,4 +1,4 @@
-"""From records to the metrics of targets: a value, its interval where it has one, and how it was got."""
+"""From records to the metrics of targets: a value, its interval where it has one, and its evidence."""
 
 from math import exp
 
@@ -84,12 +84,12 @@ def _peak(divisor: int, unit: str) -> MetricOf:
 
 
 def _batch_text(case: Case) -> str:
-    """Say how many tokens a step has where the stack does not take the scenario's; empty where it does."""
+    """Return a remark on the tokens per step where they differ from the scenario's; empty where not."""
     own, workload = case.memory, case.run.scenario.workload
     asked = workload.batch_size * workload.seq_len
     if own is None or own.tokens_per_step == asked:
         return ""
-    return f"at {own.tokens_per_step:,} tokens a step, where the scenario has {asked:,}"
+    return f"at {own.tokens_per_step:,} tokens per step, where the scenario has {asked:,}"
 
 
 def _tokens_per_s(case: Case) -> Metric | None:

@@ -1,4 +1,4 @@
-"""Metrics of dry runs: bytes planned, times estimated, of PREDICT what the card holds while weights are predicted."""
+"""Metrics of dry runs: bytes planned, times estimated, and bytes held during PREDICT."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ _BYTES = {Codec.FLOAT32: 4.0, Codec.BFLOAT16: 2.0, Codec.INT8_BLOCKS: 1 + 4 / QU
 
 
 def _reduction(size: Callable[[MemoryFigures], int | None], remark: str = "") -> MetricOf:
-    """Return the metric: by how many percent a size is below the baseline's."""
+    """Return the metric: reduction of a size against the baseline's, in percent."""
 
     def metric(case: Case) -> Metric | None:
         if case.memories is None:
@@ -53,22 +53,22 @@ kept_bytes_reduction = _reduction(_own_peak(TensorClass.ACTIVATION, TensorClass.
 
 
 def time_overhead(case: Case) -> Metric | None:
-    """Return by how many percent a step takes longer than the baseline's."""
+    """Return the overhead of a step's time over the baseline's, in percent."""
     return _speed(case, "%", lambda ratio: 100 * (1 / ratio - 1))
 
 
 def relative_throughput(case: Case) -> Metric | None:
-    """Return tokens per second over the baseline's, at as many tokens a step."""
+    """Return tokens per second over the baseline's, at equal tokens per step."""
     return _speed_of_equal_steps(case, lambda ratio: ratio)
 
 
 def slowdown(case: Case) -> Metric | None:
-    """Return how many times as long a step takes as the baseline's, of as many tokens."""
+    """Return a step's time over the baseline's, at equal tokens per step."""
     return _speed_of_equal_steps(case, lambda ratio: 1 / ratio)
 
 
 def predict_reduction(case: Case) -> Metric | None:
-    """Return by how much the peak in PREDICT is below the baseline's peak; the peak of the whole cycle decides."""
+    """Return the reduction of the peak in PREDICT against the baseline's; the peak of the whole cycle decides."""
     if case.memories is None or (predicted := _predict_peak(case.memories[0])) is None:
         return None
     own, baseline = case.memories
@@ -82,7 +82,7 @@ def predict_reduction(case: Case) -> Metric | None:
 
 
 def predict_gib(case: Case) -> Metric | None:
-    """Return GiB allocated at the peak of PREDICT: weights, state, and what the jump works in."""
+    """Return GiB allocated at the peak of PREDICT: weights, state, and the jump's scratch."""
     memory = case.memory
     if memory is None or (predicted := _predict_peak(memory)) is None:
         return None
@@ -94,7 +94,7 @@ def predict_gib(case: Case) -> Metric | None:
 
 
 def delta_reduction(case: Case) -> Metric | None:
-    """Return the saving of one accumulator against as many float32 deltas as stated, in percent."""
+    """Return the reduction by one accumulator against the stated number of float32 deltas, in percent."""
     record = case.dry_run
     codec = None if record is None else record.plan.get("history_codec")
     if record is None or codec is None:
@@ -109,7 +109,7 @@ def delta_reduction(case: Case) -> Metric | None:
 
 
 def _speed_of_equal_steps(case: Case, express: Callable[[float], float]) -> Metric | None:
-    """Express a speed in the baseline's, with that in fp32's beside it."""
+    """Express a speed relative to the baseline's, and to that of fp32 beside it."""
     metric = _speed(case, "x", express)
     if metric is None or case.memories is None:
         return None
@@ -122,14 +122,14 @@ def _speed_of_equal_steps(case: Case, express: Callable[[float], float]) -> Metr
     beside = f"{express(own.tokens_per_s / plain.tokens_per_s):.2f} x against {BASELINE_STACK}"
     if plain.tokens_per_step != own.tokens_per_step:
         beside += (
-            f" with {plain.tokens_per_step:,} tokens a step; at {own.tokens_per_step:,} tokens a step, a batch whose "
-            "quality is judged nowhere"
+            f" with {plain.tokens_per_step:,} tokens per step; at {own.tokens_per_step:,} tokens per step, a batch "
+            "whose quality is judged nowhere"
         )
     return replace(metric, remark=f"{metric.remark}; {beside}")
 
 
 def _speed(case: Case, unit: str, express: Callable[[float], float]) -> Metric | None:
-    """Express tokens per second over the baseline's."""
+    """Express tokens per second relative to the baseline's."""
     if case.memories is None:
         return None
     own, baseline = case.memories
@@ -145,7 +145,7 @@ def _against(case: Case) -> str:
     """Name the baseline where it is not fp32, or has other batches."""
     assert case.memories is not None, "asked of two runs"
     own, baseline = (memory.tokens_per_step for memory in case.memories)
-    batches = "" if own == baseline else f", {own:,} tokens a step against {baseline:,}"
+    batches = "" if own == baseline else f", {own:,} tokens per step against {baseline:,}"
     return f"against {case.baseline}{batches}" if batches or case.baseline != BASELINE_STACK else ""
 
 

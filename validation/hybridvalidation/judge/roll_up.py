@@ -1,4 +1,4 @@
-"""Every stated figure in a line: of all places where it was judged, the verdict that stands."""
+"""Final verdict on every stated figure, over all places where it was judged."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ _WORDS = {
 
 
 def roll_up(targets: Mapping[str, Target], found: Iterable[Verdict]) -> list[Verdict]:
-    """Return one verdict per target: the least favourable of those that count, with a word on the others."""
+    """Return one verdict per target: the least favourable of those that count, with the others listed."""
     by_target: dict[str, list[Verdict]] = {name: [] for name in targets}
     for verdict in found:
         if verdict.target in by_target:
@@ -24,15 +24,15 @@ def roll_up(targets: Mapping[str, Target], found: Iterable[Verdict]) -> list[Ver
 
 
 def counts(rows: Sequence[Verdict]) -> str:
-    """Return how many figures have which verdict, in a sentence."""
+    """Return the number of figures by verdict, in a sentence."""
     of_status = Counter(row.status for row in rows)
     told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
     held = [row for row in rows if row.status is Status.HOLDS]
     remarks = (
-        ("Outside of the range that is stated, on its good side", sum(row.is_outside for row in rows)),
-        ("By one stack, where another that is asked does not meet it", sum(row.is_missed_too for row in rows)),
+        ("Outside of the stated range, on its good side", sum(row.is_outside for row in rows)),
+        ("By one stack, while another one that is judged misses it", sum(row.is_missed_too for row in rows)),
         ("By an estimate that no recorded run tests", sum(row.is_untested for row in rows)),
-        ("By a bound that what must fail meets, or does not clearly miss", sum(row.is_blunt for row in rows)),
+        ("By a bound that a harmful control meets, or does not clearly miss", sum(row.is_blunt for row in rows)),
         ("Without any of these remarks", sum(not row.has_remark for row in held)),
     )
     also = "".join(f" {description}: {number}." for description, number in remarks if number)
@@ -48,12 +48,12 @@ def by_status(found: Mapping[Status, Sequence[str]]) -> str:
 
 
 def _weight(verdict: Verdict) -> int:
-    """Return which verdicts count: a registered study's before those on a scenario, these before those on one stack."""
+    """Return the precedence of a verdict: a registered study, then a scenario, then one stack."""
     return 2 if verdict.is_registered else int(verdict.is_of_scenario)
 
 
 def _says_something(verdict: Verdict) -> bool:
-    """Return whether it counts at all: a place without any record does not, but where a study owes the record."""
+    """Return whether a verdict counts: without a record only where a study owes it."""
     return verdict.evidence is not None or (verdict.is_registered and verdict.is_of_scenario)
 
 

@@ -1,4 +1,4 @@
-"""How far the time model was from recorded steps that it had not seen: differences below it decide nothing."""
+"""Error of the time model on held-out recorded steps: differences below it decide nothing."""
 
 from collections.abc import Callable
 
@@ -19,13 +19,13 @@ def waiting_share(memory: MemoryFigures) -> float:
 
 
 def time_error_of(*memories: MemoryFigures) -> float:
-    """Return the error, relative, of a speed or of a ratio of speeds: that of waiting where a step waits."""
+    """Return the relative error of a speed or a ratio of speeds: that of waiting where a step waits."""
     is_waiting = any(waiting_share(memory) >= LEAST_WAITING for memory in memories)
     return WAITING_ERROR if is_waiting else TIME_ERROR
 
 
 def waiting_text(memory: MemoryFigures) -> str:
-    """Say that a step waits more than any recorded one that tests it; empty where it does not."""
+    """Return a remark where a step waits more than any recorded one that tests it; else empty."""
     share = waiting_share(memory)
     if share <= MOST_WAITING:
         return ""
@@ -35,7 +35,7 @@ def waiting_text(memory: MemoryFigures) -> str:
 def within_error(
     value: float, express: Callable[[float], float] = lambda rate: rate, *, error: float = TIME_ERROR
 ) -> Interval:
-    """Return an estimate with the ends that it has when the speed is off by the error.
+    """Return an estimate with its ends when the speed is off by the error.
 
     Args:
         value: A speed, or a ratio of two.

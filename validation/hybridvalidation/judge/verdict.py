@@ -22,7 +22,7 @@ _KINDS: dict[Evidence, RunKind] = {Evidence.EXECUTED: "accuracy", Evidence.MEASU
 
 
 class Status(StrEnum):
-    """What the evidence says, the best first."""
+    """Verdict by the evidence, the best first."""
 
     HOLDS = "holds"
     BY_DEFINITION = "by definition"
@@ -62,7 +62,7 @@ class Verdict:
     fits: bool = True
     """Whether the stack runs on the scenario's card."""
     margin: float = 0.0
-    """How many times better the value is than its bound, at most 1000; below 1 it misses, 0 without a value."""
+    """Ratio by which the value is better than its bound, at most 1000; below 1 it misses, 0 without a value."""
     decider: Decider | None = None
     """The figure that decides, where ``value`` is an average or a part."""
     record: str = ""
@@ -92,7 +92,7 @@ class Verdict:
 
     @property
     def has_remark(self) -> bool:
-        """Whether something is to be said of how it holds."""
+        """Whether a remark qualifies that it holds."""
         return self.is_outside or self.is_missed_too or self.is_untested or self.is_blunt
 
 
@@ -104,7 +104,7 @@ NOWHERE_ELSE: Elsewhere = MappingProxyType({})
 def judge(
     run: ScenarioRun, target: Target, stack: str, item: ScenarioTarget, elsewhere: Elsewhere = NOWHERE_ELSE
 ) -> Verdict:
-    """Return the verdict on one stack, compared with what the scenario's row says."""
+    """Return the verdict of a scenario's row on one stack."""
     if (target.id, stack) in elsewhere:
         return elsewhere[target.id, stack]
     baselines = run.scenario.rate_baselines if target.metric in RATE_METRICS else (BASELINE_STACK,)
@@ -169,7 +169,7 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
 
 
 def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
-    """Return on which side of its bound a value lies, with its interval or the error of an estimate around it."""
+    """Return the status of a value against its bound, by its interval or an estimate's error."""
     low, high = _bounds(target)
     shown, sure = f"{stack}: {short_number(metric.value)} {metric.unit}", metric.interval or metric.error
     sure_low, sure_high = (metric.value, metric.value) if sure is None else (sure.low, sure.high)
@@ -183,7 +183,7 @@ def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
         status, word = Status.REFUTED, "misses"
     else:
         status = Status.UNDECIDED if metric.interval is None else Status.UNPROVEN
-        word = "cannot be told apart from"
+        word = "is not distinguishable from"
     return status, f"{shown} {word} {_wanted(target)}, {metric.evidence}"
 
 
@@ -193,17 +193,17 @@ def _keeps(target: Target, value: float) -> bool:
 
 
 def _is_outside(target: Target, value: float) -> bool:
-    """Return whether a range is stated that does not hold the value."""
+    """Return whether the value lies outside a stated range."""
     return target.low is not None and target.high is not None and not target.low <= value <= target.high
 
 
 def _states_need(target: Target) -> bool:
-    """Return whether the statement is about what a run takes, so that a card too small does not refute it."""
+    """Return whether the statement is about a run's need, so that a card too small does not refute it."""
     return target.metric.startswith("peak_vram_g") and target.direction in {"min", "equal"}
 
 
 def states_least_need(target: Target) -> bool:
-    """Return whether the statement says how much any stack must take: the one that takes least decides."""
+    """Return whether the statement is about every stack's least need: the most frugal one decides."""
     return _states_need(target) and target.direction == "min"
 
 
@@ -235,7 +235,7 @@ def _wanted(target: Target) -> str:
 
 
 def _margin(target: Target, value: float) -> float:
-    """Return how many times better a value is than the nearer of its bounds."""
+    """Return the ratio by which a value is better than the nearer of its bounds."""
     low, high = _bounds(target)
     below = _LARGEST_MARGIN if value <= 0 else high / value
     above = value / low if low > 0 else _LARGEST_MARGIN

@@ -1,4 +1,4 @@
-"""``bench attention``: what one layer holds and takes at growing lengths, unfused and with the flash kernel: planned.
+"""``bench attention``: planned memory and time of one layer at growing lengths, unfused and with the flash kernel.
 
 The same two functions that the models call, on tensors without memory, under the ledger that counts a training step.
 Counted is what attention needs beside its inputs, its output and their gradients, which every implementation has.
@@ -54,10 +54,9 @@ _HEADERS = (
 _BYTES = ("peak_bytes", "kept_bytes")
 _HOW = (
     "One layer, one sequence, {dtype}, forward and backward. Planned, by a dry run of the functions that the models "
-    "call: peak is what attention holds beside its inputs, its output and their gradients at the moment when most is "
-    "held, kept is what waits between forward and backward (once a layer). The flash kernel's peak is the scratch of "
-    "its backward pass. Time: estimated for {card}, the flash kernel's over the unfused ops', minus 100 %; below zero "
-    "it is faster."
+    "call. Peak: most bytes that attention holds beside its inputs, its output and their gradients. Kept: bytes that "
+    "wait between forward and backward, once per layer. The flash kernel's peak is the scratch of its backward pass. "
+    "Time: estimated for {card}, the flash kernel's over the unfused ops', minus 100 %; below zero it is faster."
 )
 
 
@@ -84,17 +83,17 @@ class AttentionPoint:
 
     @property
     def saving_pct(self) -> float:
-        """How much less the flash kernel holds at its peak, in percent."""
+        """Reduction of the peak by the flash kernel, in percent."""
         return 100 * (1 - self.flash.peak_bytes / self.unfused.peak_bytes)
 
     @property
     def kept_saving_pct(self) -> float:
-        """How much less waits for the backward pass, in percent."""
+        """Reduction of the bytes kept for the backward pass, in percent."""
         return 100 * (1 - self.flash.kept_bytes / self.unfused.kept_bytes)
 
     @property
     def time_overhead_pct(self) -> float:
-        """How much longer the flash kernel takes, in percent; below zero it is faster."""
+        """Overhead of the flash kernel's time, in percent; below zero it is faster."""
         return 100 * (self.flash.seconds / self.unfused.seconds - 1)
 
 
@@ -185,13 +184,13 @@ def judge_attention(record: AttentionRecord, targets: Mapping[str, Target]) -> l
         stack = f"{model} at {point.seq_len} tokens"
         holding = next((other.seq_len for other in points if other.saving_pct >= stated), None)
         remark = (
-            f"{stated:g} % from {holding:,} tokens on; of what waits between forward and backward "
+            f"{stated:g} % from {holding:,} tokens on; of the bytes kept between forward and backward "
             f"{point.kept_saving_pct:.2f} %"
             if holding is not None
             else f"{stated:g} % at no length up to {points[-1].seq_len:,}"
         )
         saving = Metric(point.saving_pct, Evidence.PLANNED, "%", remark=remark)
-        alone = "no recorded run tests this of one op: whether it is slower is told, by how much it is faster is not"
+        alone = "no recorded run tests this of one op: it shows whether it is slower, not by how much it is faster"
         cost = Metric(point.time_overhead_pct, Evidence.ESTIMATED, "%", remark=alone, is_untested=True)
         verdicts += [
             judge_metric(targets[name], stack, metric, record=f"attention {record.key}")
@@ -202,7 +201,7 @@ def judge_attention(record: AttentionRecord, targets: Mapping[str, Target]) -> l
 
 
 def attention_text(record: AttentionRecord, targets: Mapping[str, Target], style: str) -> str:
-    """Return a row per model and length, verdicts and how they were got."""
+    """Return a row per model and length, verdicts and the method."""
     rows = []
     for point in record.points:
         peaks, kept = ([format_bytes(getattr(cost, name)) for cost in (point.unfused, point.flash)] for name in _BYTES)

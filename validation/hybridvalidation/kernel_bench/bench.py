@@ -1,7 +1,7 @@
 """``bench kernels``: run cases one after the other, record each at once, and judge, accept or choose by the records.
 
-A case is checked, warmed up and timed in turn; none is started that would end after the time is over. The cases that
-most hangs on come first. A provider is right when its error against the definition is at most twice that of plain torch
+A case is checked, warmed up and timed in turn; none is started that would exceed the time limit. The most important
+cases come first. A provider is right when its error against the definition is at most twice that of plain torch
 in the same dtype.
 """
 
@@ -131,7 +131,7 @@ def largest_difference(actual: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where cases run, and who hears of it."""
+    """Device of the cases, and the callbacks."""
 
     device: torch.device
     card: str
@@ -160,12 +160,12 @@ class Bench:
         return True
 
     def free(self) -> None:
-        """Give cached memory back: the next provider finds what the first one found."""
+        """Free cached memory: the next provider starts like the first one."""
         if self.on_card and self.card_answers():
             torch.cuda.empty_cache()
 
     def peak_bytes(self, run: Run) -> int | None:
-        """Return the most bytes that a call holds besides what stands before; None on a processor."""
+        """Return the peak bytes of a call above those held before; None on a CPU."""
         if not self.on_card:
             return None
         torch.cuda.synchronize(self.device)
@@ -178,7 +178,7 @@ class Bench:
 
 @dataclass(slots=True)
 class BenchOutcome:
-    """Records made, and what is missing."""
+    """Records made, and missing cases."""
 
     records: list[KernelRecord] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
@@ -206,7 +206,7 @@ def run_cases(bench: Bench, cases: Sequence[KernelCase], *, limit_s: float) -> B
 
 
 def run_case(bench: Bench, case: KernelCase) -> KernelRecord:
-    """Return the record of one case; whatever a provider does wrong is in it."""
+    """Return the record of one case, with any provider's error."""
     started_at, begin = datetime.now(UTC).isoformat(timespec="seconds"), bench.now()
     try:
         results = _measure(bench, case)
@@ -246,7 +246,7 @@ def _measure(bench: Bench, case: KernelCase) -> list[ProviderResult]:
 def _prepare(
     bench: Bench, case: KernelCase, provider: Provider, inputs: Inputs, bounds: tuple[Bound, ...], stopwatch: Stopwatch
 ) -> tuple[ProviderResult, Run | None]:
-    """Return a provider's result so far, and what to time; nothing to time where it is missing, wrong or failed."""
+    """Return a provider's result so far, and the call to time; none where it is missing, wrong or failed."""
     if provider.missing:
         return _result(provider, Outcome.SKIPPED, provider.missing), None
     try:
@@ -280,7 +280,7 @@ def _text(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOrder:
-    """Cases to time, and what to do with the times."""
+    """Cases to time, and the use of the times."""
 
     only: Sequence[str] = ()
     """Ops; empty: all."""
@@ -299,7 +299,7 @@ class BenchOrder:
 
 @dataclass(slots=True)
 class BenchReport:
-    """Records, what they decide, and the files written."""
+    """Records, decisions by them, and the files written."""
 
     outcome: BenchOutcome
     evidence: Sequence[EvidenceRecord]

@@ -1,7 +1,7 @@
 """A benchmark case of a kernel: one op at one shape, by every provider, against one definition.
 
-A case owns nothing on the device until ``make_inputs``; a provider's ``setup`` returns a callable without arguments
-that does the work once and returns what it made, so that the first call can be checked and the later ones timed.
+A case owns nothing on the device until ``make_inputs``; a provider's ``setup`` returns a callable without arguments.
+It does the work once and returns the result, so that the first call can be checked and later ones timed.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _NOBODY = "nobody"
 
 
 class Mode(StrEnum):
-    """Which part of training an op is measured in."""
+    """Part of training in which an op is measured."""
 
     FORWARD = "forward"
     """As in training: what the backward pass needs is kept."""
@@ -31,7 +31,7 @@ class Mode(StrEnum):
 
 
 class Clock(StrEnum):
-    """Which time counts."""
+    """Clock of a measurement."""
 
     DEVICE = "device"
     """From the op's first kernel to its last; launching is hidden behind other work, as in a long queue."""
@@ -93,7 +93,7 @@ class KernelCase:
     same_dtype: Setup
     """The plain torch formula in the case's dtype."""
     checked_calls: int = 1
-    """The result after so many calls is checked: updates in place show their errors after a few."""
+    """Number of calls before the check: updates in place show their errors after a few."""
     floor: float | None = None
     """Error that is always allowed, over the largest value; None: one rounding of it to the output's dtype."""
     seen: Callable[[Tensors], Tensors] = tuple
@@ -102,7 +102,7 @@ class KernelCase:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """Name of the case in messages."""
         return f"{self.op} {self.shape} {self.dtype} {self.mode}"
 
 
@@ -181,7 +181,7 @@ def forced(key: str, provider: str, setup: Setup) -> Setup:
 def own_providers(
     key: str, setup: Setup, device: torch.device, *, others: Sequence[str] = ("torch",)
 ) -> tuple[Provider, ...]:
-    """Return the providers among which an op of ours chooses on CUDA, and its only one on the CPU.
+    """Return the providers from which an op chooses on CUDA, and its only one on the CPU.
 
     ``key`` is the op's in choices.toml, ``others`` are those besides ``triton``.
     """
@@ -195,17 +195,17 @@ def own_providers(
 
 
 def needs_card(device: torch.device) -> str:
-    """Return why a CUDA provider is missing."""
+    """Return the reason for a missing CUDA provider."""
     return "" if device.type == "cuda" else "needs a CUDA card"
 
 
 def needs_triton() -> str:
-    """Return why Triton kernels are missing on this machine with a card."""
+    """Return the reason for missing Triton kernels on this machine with a card."""
     return "" if cuda_backend() == "triton" else "Triton cannot run kernels here"
 
 
 def needs_package(package: str, device: torch.device) -> str:
-    """Return why a provider from a package for CUDA is missing; the package is not imported."""
+    """Return the reason for a missing provider from a CUDA package; the package is not imported."""
     try:
         is_there = find_spec(package) is not None
     except ModuleNotFoundError:  # of a parent

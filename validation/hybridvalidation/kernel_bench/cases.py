@@ -1,9 +1,9 @@
 """The cases of every op: those of a training step, from a table, and those on a run's state.
 
 The ops on the state have a forward pass only: 8-bit codes, AdamW with such moments, and the small ops between steps.
-Those that work in place give each provider a copy of what it overwrites. The small ones are features of a training
-state, sums over moments and an imagined path; they are timed by the wall clock, launches included, and beside the
-reference on the processor, which is what they replace.
+Those that work in place give each provider a copy of its output. The small ones are features of a training state, sums
+over moments and an imagined path. They are timed by the wall clock, launches included, against the CPU reference that
+they replace.
 
 B batch, T sequence, M tokens, C of a slice, D width, N query heads, K key/value heads, H head dim, V vocabulary;
 P values, G = ceil(P / 256) groups; N states, E members, S ticks, Z = K * C classes, A actions.
@@ -245,7 +245,7 @@ def _per_element(passes: _Pair, flops: _Pair, size: str = "width") -> Callable[[
 
 
 def _rows(size: str, num_rows: int, num_vectors: int = 0) -> Callable[[Maker, ModelBatch, Mode], Tensors]:
-    """Return a maker of so many (B, T, size) tensors and (size,) vectors."""
+    """Return a maker of (B, T, size) tensors and (size,) vectors in given numbers."""
 
     def make(maker: Maker, workload: ModelBatch, _: Mode) -> Tensors:
         width = getattr(workload.config, size)

@@ -1,8 +1,8 @@
 """Decisions from recorded times: regressions against a card's baseline, and the implementation that an op takes.
 
-Baselines are by card, op, shape and provider. An op's choice on a card is written only where the same provider is
-right, has enough samples, and beats every other one that the op can take in every case that decides; else the op keeps
-its default order.
+Baselines are by card, op, shape and provider. An op's choice on a card is written only where one provider wins.
+It must be right, have enough samples, and beat every other one in every case that decides. Else the op keeps its
+default order.
 """
 
 import re
@@ -69,7 +69,7 @@ class SpeedCheck:
         return next(faults, GateExit.OK)
 
     def compare(self, record: KernelRecord, rows: Mapping[str, Times]) -> None:
-        """Add what a record's times say of those by provider."""
+        """Add the findings on a record's times by provider."""
         for result, now in record.timed():
             old = rows.get(result.provider)
             if old is None:
@@ -152,7 +152,7 @@ class Undecided:
 
 
 def choose(records: Iterable[KernelRecord]) -> tuple[list[Choice], list[Undecided]]:
-    """Return the rows that the newest records of each case decide, and what they leave open; CUDA cards only."""
+    """Return the choices that the newest records of each case decide, and undecided ones; CUDA cards only."""
     by_row: dict[tuple[str, str], list[KernelRecord]] = {}
     for record in newest_kernels(records):
         if record.is_on_card and any(result.is_choosable for result in record.results):
@@ -179,7 +179,7 @@ def write_choices(chosen: Sequence[Choice], undecided: Sequence[Undecided], path
 
 
 def _winner(records: Sequence[KernelRecord]) -> tuple[str, str]:
-    """Return the one provider that wins every case beyond noise, and why there is none."""
+    """Return the provider that wins every case beyond noise, or the reason for none."""
     winners = set()
     for record in records:
         candidates = [

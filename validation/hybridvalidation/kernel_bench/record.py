@@ -1,4 +1,4 @@
-"""The record of one benchmark case: what every provider took, or why it took no part. Bytes are integers."""
+"""Record of one benchmark case: every provider's figures, or the reason for none. Bytes are integers."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class KernelRecord(Record):
     card: str
     """Name of the CUDA card; of the processor where there is none."""
     driver: str
-    """Version of the card's driver, empty where nobody says."""
+    """Version of the card's driver, empty where unknown."""
     triton: str
     """Version, empty where it is not installed."""
 

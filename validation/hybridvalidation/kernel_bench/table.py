@@ -1,4 +1,4 @@
-"""``tables/kernels.md``: every case with its winner and what was stated of kernels, from records alone."""
+"""``tables/kernels.md``: every case with its winner, and stated figures of kernels, from records alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _ON_PROCESSOR = "cpu"
 
 
 def processor_speedups(records: Sequence[KernelRecord]) -> list[tuple[KernelRecord, float]]:
-    """Return, for each case of a card that was also run on the processor, by what factor ours is faster there."""
+    """Return the speed-up of each case of a card that was also run on the CPU."""
     speedups = []
     for record in records:
         ours = record.fastest(lambda result: result.is_ours)
@@ -57,17 +57,17 @@ _CASE_HEADERS = (
 )  # fmt: skip
 _PROVIDER_HEADERS = (
     "op", "shape", "dtype", "mode", "provider", "us", "20 to 80 %", "samples", "GB/s", "TFLOP/s", "of roofline",
-    "peak MiB", "error", "allowed",
+    "peak MiB", "error", "tolerance",
 )  # fmt: skip
 _HOW = (
     "Times: median of one call, providers in turn. Clock `device`: between CUDA events, inputs in no cache, launches "
-    "hidden; `wall`: from the call to the result, launches included. A winner is one whose quantiles 0.2 to 0.8 lie "
-    "below those of all others; where they overlap, nobody is. Ours / other: time of our fastest provider over that of "
-    "the fastest other one, below 1 ours is faster. GB/s and TFLOP/s of our provider count the least traffic and "
+    "hidden; `wall`: from the call to the result, launches included. The winner's quantiles 0.2 to 0.8 lie below "
+    "those of all others; where they overlap, there is none. Ours / other: time of our fastest provider over that of "
+    "the fastest other one; below 1 ours is faster. GB/s and TFLOP/s of our provider count the least traffic and "
     "arithmetic that the op needs (arithmetic). Of roofline: {peaks}. Error: largest difference from the definition "
-    "over its largest value, of the output nearest to its bound; allowed is twice that of plain torch in the same "
-    "dtype and one rounding. Peak MiB: most that a call held besides what stood before. Not quite alike: Liger's loss "
-    "waits for the device within its call, bitsandbytes' time holds a cast of the gradient to float32, torchao's "
+    "over its largest value, of the output nearest to its bound. Tolerance: twice the error of plain torch in the "
+    "same dtype and one rounding. Peak MiB: peak of a call above what stood before. Not quite alike: Liger's loss "
+    "waits for the device within its call, and bitsandbytes' time holds a cast of the gradient to float32. torchao's "
     "gradients are float32 from the start."
 )
 
@@ -111,7 +111,7 @@ def card_peaks(card: str, evidence: Sequence[EvidenceRecord]) -> Peaks | None:
 
 
 def case_table(records: Sequence[KernelRecord], peaks: Peaks | None, style: str) -> str:
-    """Return one row per case: who wins, and how ours compares with the best other."""
+    """Return one row per case: the winner, and our time over the best other one's."""
     rows = [_case_row(record, peaks) for record in records]
     return tabulate(rows, headers=_CASE_HEADERS, tablefmt=style, disable_numparse=True)
 
@@ -158,7 +158,7 @@ def write_kernels(
 
 def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[str]:
     last = max(records, key=lambda record: record.started_at)
-    share = "nobody stated this machine's rates"
+    share = "no peak rates are known for this machine"
     if peaks is not None:
         share = f"the time that those would take at {peaks.source}, over the median; no share of a wall clock's"
     absent = absent_lines(records)
@@ -172,7 +172,7 @@ def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[st
         f"## {records[0].card} ({last.evidence})",
         case_table(records, peaks, MARKDOWN),
         _HOW.format(peaks=share),
-        *(["### Against the processor", "\n".join(f"- {line}" for line in processor)] if processor else []),
+        *(["### Speed-up over the processor", "\n".join(f"- {line}" for line in processor)] if processor else []),
         "### Every provider",
         provider_table(records, peaks, MARKDOWN),
         *(["### Not timed", "\n".join(f"- {line}" for line in absent)] if absent else []),
@@ -196,7 +196,7 @@ def _winner(timed: Sequence[tuple[ProviderResult, Times]]) -> str:
     (first, best), *others = timed
     if not others:
         return f"{first.provider}, alone"
-    return first.provider if all(best.is_faster_than(times) for _, times in others) else "nobody"
+    return first.provider if all(best.is_faster_than(times) for _, times in others) else "none"
 
 
 def _provider_row(record: KernelRecord, result: ProviderResult, times: Times, peaks: Peaks | None) -> list[str]:

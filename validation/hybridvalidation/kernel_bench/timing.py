@@ -1,4 +1,4 @@
-"""How long a call takes: providers in turn, so that a drifting clock meets them all, and quantiles, not means."""
+"""Times of calls: providers in turn, so that clock drift affects all equally, and quantiles, not means."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ MOST_ROUNDS = 100
 WANTED_ROUNDS = 20
 """Fewer are no ground for a choice."""
 _OVERRUN = 3.0
-"""A case may take so many times its budget to reach the wanted rounds."""
+"""Factor by which a case may exceed its budget to reach the wanted rounds."""
 _FLUSH_BYTES = 256 * MIB
 """Twice the largest second-level cache of the cards known (H100: 50 MiB, RTX 5090: 96 MiB), and more."""
 _MOST_SLEEP_S = 5e-3
@@ -47,7 +47,7 @@ class Stopwatch:
         self._device = device
 
     def warm_up(self, run: Run) -> None:
-        """Call it until compilers, caches and clocks have settled."""
+        """Run the call until compilers, caches and clocks have settled."""
         for _ in range(2):
             self.seconds(run)
 
@@ -67,8 +67,8 @@ class Stopwatch:
 class DeviceStopwatch(Stopwatch):
     """Seconds between two CUDA events around the call, its inputs in no cache.
 
-    The card is kept busy, with overwriting a buffer larger than its second-level cache and then with sleep, until the
-    call has been queued: else the gaps between slow launches would count.
+    Until the call is queued, the card overwrites a buffer larger than its second-level cache, and then sleeps. Else the
+    gaps between slow launches would count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class DeviceStopwatch(Stopwatch):
         self._launch_s = 0.0
 
     def warm_up(self, run: Run) -> None:
-        """Call it a few times; the last one tells how long queueing takes."""
+        """Run the call a few times; the last one measures the queueing time."""
         for _ in range(5):
             torch.cuda.synchronize(self._device)
             begin = time.perf_counter()

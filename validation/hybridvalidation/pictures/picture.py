@@ -1,4 +1,4 @@
-"""What a picture shows, whatever library draws it."""
+"""Description of a picture, for any drawing library."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,12 +85,12 @@ class Picture:
     """Unlike those of the page's other pictures; letters, digits and dashes."""
     title: str
     evidence: str
-    """How its figures were got, and anything else to know of them."""
-    description: str
+    """Evidence of its figures, and remarks on them."""
+    says: str
     """The picture in words, for who does not see it."""
     views: Mapping[str, View]
     choice: str = ""
-    """What is chosen."""
+    """Name of the choice."""
     is_png: bool = False
     """Whether the Markdown page shows it."""
 
@@ -155,6 +155,6 @@ def values_of(view: View, axis: str) -> list[float]:
 
 
 def diagonal_ends(view: View) -> tuple[float, float]:
-    """Return where a line through all points begins and ends."""
+    """Return the ends of a diagonal through all points."""
     values = [*values_of(view, "x"), *values_of(view, "y")]
     return 0.85 * min(values), 1.15 * max(values)

@@ -75,7 +75,7 @@ def _trace(series: Series, view: View) -> dict[str, Any]:
 
 
 def _rounded(values: Iterable[float | str], digits: int) -> list[float | str]:
-    """Return numbers with two digits more than are told."""
+    """Return numbers with two digits more than are shown."""
     return [value if isinstance(value, str) else round(value, digits + 2) for value in values]
 
 

@@ -1,1 +1,1 @@
-"""What a run left behind: one line each, written once."""
+"""Records of runs: one line each, written once."""

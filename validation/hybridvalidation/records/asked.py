@@ -1,4 +1,4 @@
-"""What a record answers, resolved to values: the key is their digest, and two questions are told apart by them."""
+"""Job of a record, resolved to values: the key is their digest, and jobs differ by them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ def key_of(*values: Mapping[str, str]) -> str:
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return the values that differ, as ``path: old -> new``, sorted by path.
+    """Return the differing values, as ``path: old -> new``, sorted by path.
 
     >>> differences({"card.memory_mib": "16376", "host.disk_gbps": "4"}, {"card.memory_mib": "16303"})
     ['card.memory_mib: 16376 -> 16303', 'host.disk_gbps: 4 -> absent']

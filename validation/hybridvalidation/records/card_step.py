@@ -1,4 +1,4 @@
-"""A card's step to hold a processor's work against: a processor's own step is far longer and hides what work costs."""
+"""A card's step as reference for CPU work: the CPU's own step is far longer and hides that cost."""
 
 from pathlib import Path
 

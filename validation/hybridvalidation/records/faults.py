@@ -12,14 +12,14 @@ _FILE = "faults.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRecord(Record):
-    """What one campaign did and what was not survived. Its key is the campaign's name."""
+    """Counts and failures of one campaign. Its key is the campaign's name."""
 
     says: str
     seed: int
     counts: Mapping[str, Mapping[str, int]]
     """Attempts by subject and outcome."""
     num_faults: int
-    """Attempts that were not survived."""
+    """Attempts that failed."""
     first_faults: tuple[str, ...]
 
 

@@ -1,4 +1,4 @@
-"""Who made records."""
+"""Makers of records."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from hybridvalidation.records.record import Record
 
 
 def made_by(records: Iterable[tuple[str, Record]]) -> str:
-    """Return by which programs records were made, at which commits, on which days.
+    """Return the programs, commits and days of records.
 
     Args:
         records: Each with the name of its kind, empty where all are of one.

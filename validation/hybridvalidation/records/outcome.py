@@ -1,10 +1,10 @@
-"""How a figure was got, and how a run ended."""
+"""Evidence of a figure, and outcome of a run."""
 
 from enum import StrEnum
 
 
 class Evidence(StrEnum):
-    """Every figure carries one of these."""
+    """Evidence of a figure."""
 
     MEASURED = "measured"
     """On a CUDA card."""
@@ -19,7 +19,7 @@ class Evidence(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a run, or a part of one, ended."""
+    """Outcome of a run, or of a part of one."""
 
     OK = "ok"
     OUT_OF_MEMORY = "out_of_memory"

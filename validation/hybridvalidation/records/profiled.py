@@ -1,4 +1,4 @@
-"""The record of what the memory profiler costs, as ``benchmarks/profiler_overhead.py`` timed it."""
+"""Record of the memory profiler's cost, as ``benchmarks/profiler_overhead.py`` timed it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,12 +47,12 @@ class ProfilerRecord(Record):
     evidence: Evidence = Evidence.EXECUTED
 
     def faults(self) -> list[str]:
-        """Return the faults of a record of this kind."""
+        """Return inconsistencies of the content."""
         return [] if self.cases else ["cases: empty; a run has at least one"]
 
     @property
     def judged(self) -> ProfiledCase:
-        """The largest model at its shortest interval: what somebody would train."""
+        """The largest model at its shortest interval: the most realistic case."""
         return max(self.cases, key=lambda case: (case.num_params, -case.every_n_steps))
 
 

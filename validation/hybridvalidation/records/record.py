@@ -1,4 +1,4 @@
-"""What every record says, whatever was run: written once, never edited. Bytes are integers, times seconds."""
+"""Header of every record: written once, never edited. Bytes are integers, times seconds."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ SCHEMA = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The header; a subclass adds what its kind of run found."""
+    """The header; a subclass adds the figures of its kind of run."""
 
     key: str
-    """What was asked for, as a digest or in words: runs with an equal key answer the same question."""
+    """Digest or name of the job: runs with an equal key answer the same question."""
     evidence: Evidence
     outcome: Outcome = Outcome.OK
     message: str = ""
@@ -38,11 +38,11 @@ class Record:
             raise ValueError("\n".join(faults))
 
     def faults(self) -> list[str]:
-        """Return the faults of a record of this kind."""
+        """Return inconsistencies of the content."""
         return []
 
     def why_repeat(self) -> str:
-        """Return why a run that asks the same is made again; empty: this record answers it.
+        """Return the reason to repeat the same run; empty: this record is valid.
 
         Whatever program made it: ``hybridtrain records`` tells whether the present one finds the same.
         """

@@ -25,7 +25,7 @@ class SeedResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyFigures:
-    """What training the proxy found."""
+    """Results of training the proxy."""
 
     num_params: int
     """Of the proxy."""
@@ -41,7 +41,7 @@ class AccuracyFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredFigures:
-    """What a CUDA card did under a hard cap of the scenario card's size."""
+    """Measurements of a CUDA card under a hard cap of the scenario card's size."""
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int

@@ -43,7 +43,7 @@ class RecordStore:
         return sorted(path.stem for path in self.folder.glob("*.jsonl"))
 
     def prune(self, scenario: str, keep: Sequence[StackRun]) -> int:
-        """Drop all other records of a scenario; return how many.
+        """Drop all other records of a scenario; return their number.
 
         The one change to what was written; nobody calls it unasked.
         """
@@ -67,8 +67,8 @@ def append_record(records: Path, file: str | Path, record: Record) -> Path:
 def append_line(path: Path, record: object) -> None:
     """Add a dataclass to a file of records and wait until it is on disk.
 
-    Writers take turns. What a writer that was killed left half-written behind the last whole line was never a record:
-    it is cut off, kept in a file beside this one, and told.
+    Writers take turns. A killed writer's unfinished line was never a record: it is
+    cut off, kept in a file beside this one, and reported.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path) as file:
@@ -111,7 +111,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
 
 
 def _keep_aside(path: Path, torn: bytes) -> None:
-    """Tell of a line that a writer did not finish, and keep it where nobody reads records."""
+    """Report an unfinished line, and keep it in a file beside the records."""
     aside = path.with_name(f"{path.name}.torn")
     with aside.open("ab") as file:
         file.write(torn + b"\n")
@@ -121,7 +121,7 @@ def _keep_aside(path: Path, torn: bytes) -> None:
 
 
 def _torn(content: bytes) -> bytes:
-    """Return the text behind the last newline, if it is no whole JSON value."""
+    """Return the text behind the last newline, if it is no complete JSON value."""
     last = content[content.rfind(b"\n") + 1 :]
     try:
         json.loads(last)

@@ -1,4 +1,4 @@
-"""Which program found a scenario's planned records again: what was verified once need not be planned again."""
+"""Verifications: programs that reproduced a scenario's planned records, which need not be planned again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ VERIFIED = "verified"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(Record):
-    """One check in which every plan of some scenarios was made again and found equal."""
+    """One check that reproduced every plan of some scenarios."""
 
     evidence: Evidence = Evidence.PLANNED
     scenarios: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Everything that records say, as Markdown files with their pictures."""
+"""The report: all pages of records as Markdown files with their pictures."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from hybridvalidation.show.results import Results
 
 
 def all_pages(results: Results) -> Iterable[Page]:
-    """Yield every page that records fill."""
+    """Yield every page with records."""
     for source in sources().values():
         yield from source.pages(results)
 
@@ -30,7 +30,7 @@ def rebuild(files: ScenarioFiles, names: Sequence[str], folder: Path) -> list[Pa
 
 
 def stale_pages(results: Results) -> list[Path]:
-    """Return the tables that ``rebuild`` would write otherwise than they stand, or not at all.
+    """Return the stale tables, which ``rebuild`` would rewrite or remove.
 
     Pictures are not compared: another matplotlib draws them otherwise.
     """

@@ -1,4 +1,4 @@
-"""What pages are made of: scenario files and the records of a folder of results, each read once."""
+"""Sources of pages: scenario files and the records of a folder of results, each read once."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Results:
 
     @cached_property
     def telling(self) -> Mapping[str, Comparison]:
-        """The comparison of each stack that a ladder tells most of."""
+        """The most informative comparison of each stack on a ladder."""
         return telling_of_stacks(self.files, self.folder)
 
     @cached_property

@@ -15,7 +15,7 @@ CLASS_COLORS: Mapping[str, str] = {
     TensorClass.GRAD: "#d55e00", TensorClass.BOUNDARY: "#f0e442", TensorClass.ACTIVATION: "#e69f00",
     TensorClass.WORKSPACE: "#cc79a7", "reserved, unused": "#dddddd", "CUDA context": "#999999", "other": "#999999",
 }  # fmt: skip
-"""What holds bytes: what stays for the whole run first, then what comes and goes."""
+"""Holders of bytes: permanent ones first, then temporary ones."""
 _CLASSES = tuple(TensorClass(name) for name in list(CLASS_COLORS)[: len(TensorClass)])
 _LARGEST_SHARE = 1.5
 """Of what is there; bars are cut off above, lest they squeeze those that fit."""
@@ -129,7 +129,7 @@ def _holder(key: str) -> tuple[str, str]:
 
 
 def _place(unit: str) -> tuple[int, int, str]:
-    """Return where a unit stands on the way through the model."""
+    """Return the position of a unit in the model."""
     kind, _, number = unit.partition(".")
     order = ("embedding", "block", "head")
     return order.index(kind) if kind in order else len(order), int(number) if number.isdigit() else 0, unit
@@ -174,13 +174,13 @@ def _timeline(run: ScenarioRun, stacks: Stacks) -> Picture | None:
 
 
 def _which_step(memory: MemoryFigures) -> str:
-    """Name the step that is shown: of a cycle its last, whose phases differ."""
+    """Name the shown step: of a cycle its last, whose phases differ."""
     phases = {step.phase for step in memory.steps}
     return "one step" if len(phases) == 1 else f"the cycle's last step, in {memory.steps[-1].phase.upper()}"
 
 
 def thinned(timeline: Timeline, most: int) -> list[int]:
-    """Return which moments to show: all, or the highest of each of so many runs of them, the last of all with it."""
+    """Return the moments to show: all, or the highest of each interval, and the last."""
     count = len(timeline.times_s)
     if count <= most:
         return list(range(count))

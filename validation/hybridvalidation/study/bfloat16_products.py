@@ -1,9 +1,9 @@
 """Products of bfloat16 matrices on a processor, and attention's gradients, in a fraction of torch's time.
 
-Where the processor has no bfloat16 instructions, factors are widened to float32, multiplied there and the result is
-rounded once, to nearest: products of two bfloat16 numbers are exact in float32 and sums are kept in float32, as tensor
-cores and torch's own loops do. Only the order of the sums differs. Torch's attention multiplies tile by tile, for each
-head and row alone; its gradients are computed here for all of them at once, with the roundings of the cards' kernels.
+Where the processor has no bfloat16 instructions, factors are multiplied in float32 and the result is rounded once, to
+nearest. Products of two bfloat16 numbers are exact in float32, and sums are kept in float32, as in tensor cores and
+torch's own loops. Only the order of the sums differs. Torch's attention multiplies tile by tile, for each head and row
+alone. Here its gradients are computed for all of them at once, with the roundings of the cards' kernels.
 
 B matrices of a batch or rows, M rows, K summed over, N columns or heads, T sequence, H head dim.
 """
@@ -21,7 +21,7 @@ _ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 @contextmanager
 def fast_bfloat16() -> Iterator[None]:
-    """Replace torch's products of bfloat16 matrices on the CPU for a while; those of other types stay what they are."""
+    """Replace torch's products of bfloat16 matrices on the CPU within a context; other types are unchanged."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         torchs = torch.library.get_kernel(f"aten::{_ATTENTION_BACKWARD}", "CPU")
 
@@ -43,7 +43,7 @@ def fast_bfloat16() -> Iterator[None]:
 
 
 def product_unit() -> str:
-    """Return what multiplies bfloat16 matrices here: ``processor``, by instructions of its own, or ``float32``."""
+    """Return the unit that multiplies bfloat16 matrices: ``processor``, by its own instructions, or ``float32``."""
     return "processor" if torch.cpu._is_avx512_bf16_supported() else "float32"
 
 

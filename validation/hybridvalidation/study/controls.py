@@ -1,4 +1,4 @@
-"""What control runs and disturbed runs do otherwise: random jumps, mean weights, wrong rounding, other data, faults."""
+"""Variants of control and disturbed runs: random jumps, mean weights, wrong rounding, other data, faults."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ _ODD, _OFFSET = 77, 13
 
 
 class RandomDirection(SlowGradient):
-    """Jumps as far as slow_gradient would, slice by slice, in a direction that knows nothing. Cannot be fused."""
+    """Jumps as far as slow_gradient would, slice by slice, in a random direction. Cannot be fused."""
 
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
         """Move all weights by Gaussian noise of the predicted move's norm."""
@@ -60,19 +60,19 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights of a step."""
+        """Add the weights of a step to the mean."""
         for mean, parameter in zip(self._means, self._parameters, strict=True):
             mean.lerp_(parameter, 1 - _AVERAGE_DECAY)
 
     @torch.no_grad()
     def put_in(self) -> None:
-        """Make the means the weights."""
+        """Replace the weights by their means."""
         for mean, parameter in zip(self._means, self._parameters, strict=True):
             parameter.copy_(mean)
 
 
 def shifted(batch: TokenBatch) -> TokenBatch:
-    """Return a batch in which every byte stands for another one: the statistics of a text nobody has seen."""
+    """Return a batch with permuted bytes: the statistics of an unseen text."""
 
     def swapped(token_ids_BT: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         result: npt.NDArray[np.int64] = (token_ids_BT * _ODD + _OFFSET) % NUM_BYTE_TOKENS
@@ -102,7 +102,7 @@ def poison_gradients(trainer: Trainer, step: int) -> None:
 
 @contextmanager
 def nearest_rounding() -> Iterator[None]:
-    """Let weights without a master be rounded to nearest: the control. No plan says so, for it loses small updates."""
+    """Round weights without a master to nearest: the control. No plan does so, for it loses small updates."""
     kept = formats.round_stochastically
     formats.round_stochastically = _round_to_nearest
     try:

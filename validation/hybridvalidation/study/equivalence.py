@@ -1,8 +1,8 @@
-"""Paired differences of validation loss, and what they show: equivalent, worse, better, inconclusive.
+"""Paired differences of validation loss, and their verdicts: equivalent, worse, better, inconclusive.
 
-Equivalence is two one-sided t tests (TOST, Schuirmann 1987) against a margin that was registered; a difference is a
-two-sided one. p-values of either are adjusted over the configurations of a family at a model size (Holm 1979), also
-those that are not finished.
+Equivalence is tested by two one-sided t tests (TOST, Schuirmann 1987) against a registered margin. A difference is
+tested two-sided. The p-values of either are adjusted over the configurations of a family at a model size (Holm 1979),
+unfinished ones included.
 """
 
 import math
@@ -28,7 +28,7 @@ from hybridvalidation.study.protocol import (
 
 
 class Finding(StrEnum):
-    """What the seeds of a configuration show."""
+    """Verdict on a configuration over its seeds."""
 
     EQUIVALENT = "equivalent"
     WORSE = "worse"
@@ -39,7 +39,7 @@ class Finding(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A configuration at one model size, beside what it is compared with, seed by seed, and the verdict."""
+    """A configuration at one model size, compared with its reference seed by seed, and the verdict."""
 
     size: ModelSize
     configuration: Configuration
@@ -69,12 +69,12 @@ class Comparison:
 
     @property
     def diverged_text(self) -> str:
-        """The same as the end of a sentence, empty for none."""
+        """The diverged seeds as the end of a sentence, empty for none."""
         return f", {self.num_diverged} diverged" if self.num_diverged else ""
 
     @property
     def scale(self) -> tuple[int, float]:
-        """Parameters, and tokens per parameter from the start; what is fine-tuned was trained on so many before."""
+        """Parameters, and tokens per parameter from the start; fine-tuned ones were trained on as many before."""
         return self.size.model.num_params, self.size.tokens_per_param
 
     @property
@@ -123,7 +123,7 @@ def last_analysis(
 
 
 def confidence_level(ladder: LadderFile, size: ModelSize, own: Configuration) -> float:
-    """Return the level of an interval that decides by itself."""
+    """Return the confidence level of an interval that decides alone."""
     return 1 - _alpha(ladder, size, [own])
 
 
@@ -163,8 +163,8 @@ def extrapolate(
     """Return the mean difference, nats per token, far outside of all model sizes, and the terms of its line.
 
     difference = a + b log10 parameters + c log10 tokens per parameter, by least squares over all pairs of seeds, with
-    the terms in which sizes differ; the interval is of 95 %, if the line goes on: no measurement. None where finished
-    sizes are fewer than a term each and one more: a line through all points has no interval.
+    the terms in which sizes differ. The 95 % interval assumes that the line goes on: no measurement. None where
+    finished sizes are fewer than a term each and one more: a line through all points has no interval.
     """
     done = [one for one in comparisons if one.is_finished and not one.num_diverged]
     points = {one.size.name: (one.scale[0], float(f"{one.scale[1]:.2g}")) for one in done}
@@ -196,7 +196,7 @@ def _compare(
 
 
 def _first_analysis(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[list[Comparison]]:
-    """Return the verdicts at the first seeds, a list for each family."""
+    """Return the verdicts of the first interim analysis, a list for each family."""
     pairs = ladder.pairs_at(size)
     return [
         _judge([_compare(ladder, made, size, *pair, size.seeds) for pair in pairs if pair[0].family == name], ladder)
@@ -213,12 +213,12 @@ def _has_second_analysis(own: Configuration, size: ModelSize) -> bool:
 
 
 def _alpha(ladder: LadderFile, size: ModelSize, family: Sequence[Configuration]) -> float:
-    """Return the error rate that one analysis of a family may have."""
+    """Return the error rate of one interim analysis of a family."""
     return ladder.alpha / 2 if any(_has_second_analysis(own, size) for own in family) else ladder.alpha
 
 
 def _judge(family: Sequence[Comparison], ladder: LadderFile) -> list[Comparison]:
-    """Test those that are complete, not before the last seed nor without those that diverged."""
+    """Test complete configurations only: after the last seed, and with all seeds converged."""
     tested = [one.differences if len(one.differences) == len(one.seeds) else None for one in family]
     equivalent = holm([1.0 if values is None else tost(values, ladder.margin_nats) for values in tested])
     different = holm([1.0 if values is None else t_test(values) for values in tested])

@@ -1,4 +1,4 @@
-"""Compute factors and harm of a study's methods, seed by seed beside AdamW, and the stated figures judged by them.
+"""Compute factors and harm of a study's methods, seed by seed against AdamW, and verdicts on stated figures.
 
 A compute factor is the cost at which AdamW ends at the same loss, by interpolation on its horizon curve, over the
 method's own cost.
@@ -89,7 +89,7 @@ class MethodFigures:
         return self.opened(_interval_of([factor.value for factor in self.factors]), least=0.0)
 
     def opened(self, interval: Interval, *, least: float) -> Interval:
-        """Return an interval without the ends that nobody measured.
+        """Return an interval without the unmeasured ends.
 
         Counting a ``>`` as its value makes mean and lower end too low at most: both still bound the truth from below,
         the upper end says nothing. The other way round for a ``<``.
@@ -99,12 +99,12 @@ class MethodFigures:
 
     @property
     def bounds(self) -> set[str]:
-        """On which sides factors lie beyond the horizons, so that the mean is a bound."""
+        """Sides on which factors lie beyond the horizons, so that the mean is a bound."""
         return {factor.bound for factor in self.factors if factor.bound}
 
 
 def horizon_curve(study: StudyFile, made: Made, seed: int) -> Curve:
-    """Return (steps, final validation loss) of AdamW, shortest first; of one run's way under a constant rate."""
+    """Return (steps, final validation loss) of AdamW, shortest first; under a constant rate from one run's curve."""
     if study.is_constant:
         record = _finished(study, made, BASELINE, seed, max(study.horizons))
         return [] if record is None else [(float(point.step), point.loss) for point in record.curve]
@@ -211,10 +211,10 @@ def _metric(study: StudyFile, made: Made, target: Target) -> Metric | None:
 
 
 def _speedup(study: StudyFile, _made: Made, figures: MethodFigures) -> Metric:
-    """Return by how much sooner the method is where AdamW ends as well: AdamW's steps to there, in its time of a step.
+    """Return the speed-up to AdamW's final loss: AdamW's steps to there, in its time of a step.
 
     Probes are in the time of a step, so they must not count in the cost as well. Seed by seed, so that the interval
-    holds the noise of the times: the runs were made one after the other on a machine with other work. Ratios that are
+    holds the noise of the times: the runs were sequential, on a machine with other work. Ratios that are
     below one on average are noise, and are raised to one.
     """
     ratios = figures.cpu_ratios
@@ -224,7 +224,7 @@ def _speedup(study: StudyFile, _made: Made, figures: MethodFigures) -> Metric:
     remark = (
         f"{study.model.num_params / 1e6:.2f}M parameters, {len(ratios)} seeds, against AdamW with tuned "
         f"learning rate and betas; {figures.mean('predicted_steps'):,.0f} predicted beside {study.num_steps:,} true "
-        f"steps; the compute factor, probes taken out, over the processor time of a step in AdamW's, by seed {told}"
+        f"steps; the compute factor without probes, over the processor time of a step in AdamW's, by seed {told}"
     )
     metric = _executed(samples, remark)
     if not figures.bounds:
@@ -234,7 +234,7 @@ def _speedup(study: StudyFile, _made: Made, figures: MethodFigures) -> Metric:
 
 
 def _quality_loss(study: StudyFile, made: Made, figures: MethodFigures) -> Metric:
-    """Return by how much validation perplexity is above AdamW's after as many true steps; negative: below.
+    """Return the excess of validation perplexity over AdamW's after equal true steps; negative: below.
 
     That skips no true step, and the stated loss is the price of skipping them: at the stated speed decides.
     """
@@ -248,14 +248,14 @@ def _quality_loss(study: StudyFile, made: Made, figures: MethodFigures) -> Metri
 
 
 def _opened_upwards(metric: Metric) -> Metric:
-    """Return a loss that may be any larger one: at the stated speed nothing was run."""
+    """Return a loss open upwards: at the stated speed nothing was run."""
     low = metric.value if metric.interval is None else metric.interval.low
     remark = f"{metric.remark}; no run tells the loss at {_STATED_SPEED:g} times the speed"
     return replace(metric, interval=Interval(metric.value, low, inf), decider=None, remark=remark)
 
 
 def _loss_at_stated_speed(study: StudyFile, made: Made, figures: MethodFigures, worth: float) -> Decider | None:
-    """Return what AdamW loses at the length that a method cut to the stated speed would reach at most.
+    """Return AdamW's loss at the longest length that a method cut to the stated speed would reach.
 
     If the compute factor stays what it is, true steps cut by the speed take the method as far as AdamW gets in the
     factor times as many, ``worth``. None without a horizon of AdamW from there to the study's length.
@@ -298,7 +298,7 @@ class Harm:
 
 
 def harms(study: StudyFile, made: Made) -> list[Harm]:
-    """Return every judged setting whose runs are finished; controls are what they are compared with."""
+    """Return every judged setting whose runs are finished; controls are their references."""
     found = []
     for method in study.methods:
         seeds, names = study.seeds_of(method.name), (method.name, method.against)

@@ -1,4 +1,4 @@
-"""How well loss forecasters do on the recorded losses of a study's runs: nothing is seen before it happens."""
+"""Scores of loss forecasters on the recorded losses of a study's runs, without look-ahead."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ _SHORTEST = FIRST_STEP + max(_HORIZONS)
 """Steps of a run that has a forecast at every horizon."""
 _SEEDS = 3
 _METHODS = (BASELINE, "slow_gradient")
-_HEADERS = ("forecaster", "horizon", "error", "width", "coverage %", "forecasts", "ms a step", "share %")
+_HEADERS = ("forecaster", "horizon", "error", "width", "coverage %", "forecasts", "ms per step", "share %")
 _HOW = (
-    "Executed on the CPU: each forecaster saw a recorded run step by step and, every 50 steps from step 300 on, told "
-    f"the mean training loss of the last {_WINDOW} steps of the horizon; coming learning rates are known. Error: "
+    "Executed on the CPU: each forecaster saw a recorded run step by step. Every 50 steps from step 300 on, it "
+    f"predicted the mean training loss of the last {_WINDOW} steps of the horizon, with learning rates known. Error: "
     "mean absolute, nats per token. Width and coverage are of the 90 % interval. Every forecaster starts anew in every "
-    "run; their settings were chosen on other runs of the same model and corpus. Share: processor time of learning and "
+    "run; its settings were chosen on other runs of the same model and corpus. Share: processor time of learning and "
     f"forecasting per training step, over that of one {_STEP_MODEL} step of {_STEP_SEQ_LEN} tokens on the processor"
 )
 
@@ -61,7 +61,7 @@ class ForecastRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastJob:
-    """A recorded run to score, which has its steps' losses, for a process of its own."""
+    """A recorded run with its steps' losses to score in a child process."""
 
     study: StudyFile
     run: StudyRecord
@@ -72,7 +72,7 @@ class ForecastJob:
 
 
 def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str], None]) -> list[ForecastRecord]:
-    """Score every forecaster on the runs that were not scored yet, and return all records.
+    """Score every forecaster on runs without a score, and return all records.
 
     Raises:
         HybridTrainError: a process that scores ended without an answer.
@@ -149,14 +149,14 @@ def forecast_text(records: Sequence[ForecastRecord], style: str, of_card_s: floa
     if not rows:
         return (
             f"No run to score: forecasts need the losses of at least {_SHORTEST} true steps, which a study keeps for "
-            "runs of its own length without validations on their way."
+            "runs of its own length without intermediate validations."
         )
     headers = _HEADERS if of_card_s is None else (*_HEADERS, "of a card's %")
     shown, card = table(headers, rows, style, keys=2), "."
     if of_card_s is not None:
         card = (
-            f"; a card's step is far shorter, so the share is told of the one that is estimated for {CARD_STEP_OF}, "
-            f"{1000 * of_card_s:.0f} ms, too, as if nothing hid the processor's work."
+            f". A card's step is far shorter: the last column is the share of the one estimated for {CARD_STEP_OF}, "
+            f"{1000 * of_card_s:.0f} ms, as if nothing hid the processor's work."
         )
     return f"{_sentence(records)}\n\n{shown}\n\n{_HOW}{card}"
 

@@ -1,4 +1,4 @@
-"""Which runs of a study come next: stage after stage, more seeds where the first decide nothing."""
+"""Order of a study's runs: stage after stage, more seeds where the first are inconclusive."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -55,7 +55,7 @@ def _study_stages(study: StudyFile, made: Made) -> Iterator[list[StudyRun]]:
 
 
 def _ladder_stages(ladder: LadderFile, made: LadderMade, only: str | None) -> Iterator[list[LadderRun]]:
-    """Yield of each model size its learning rates, the configurations that figures wait for, other rates, all seeds.
+    """Yield each model size's stages: learning rates, configurations with priority, other rates, all seeds.
 
     Seed comes after seed, so that a size that was begun has as many of one configuration as of any other. Its second
     interim analysis waits for the next size's first, and has what figures wait for first.
@@ -82,7 +82,7 @@ def first_runs(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[La
 
 
 def more_runs(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[LadderRun]:
-    """Return the runs of the second: of what the first leaves inconclusive, and of what that is compared with."""
+    """Return the runs of the second interim analysis: inconclusive configurations, and their references."""
     pairs = [(one.configuration, one.reference) for one in undecided(ladder, made, size)]
     awaited = [pair for pair in pairs if pair[0].name in ladder.first]
     runs = [

@@ -29,7 +29,7 @@ _BLOCK = 100
 _SHOWN_FROM = 0.2
 """Share of the run before which loss curves are not shown: they would squeeze the rest."""
 _SHOWN = 9.0
-"""Margins shown to either side; what lies beyond is told by its figure."""
+"""Margins shown to either side; values beyond are shown as figures."""
 _LOSS = "validation loss, nats per token"
 _HOW = "executed on the CPU; bars: 95 % interval over paired seeds"
 Points = Sequence[tuple[float, Sequence[float]]]

@@ -1,4 +1,4 @@
-"""Registered protocols, their runs and the records of these: time to loss beside AdamW, and quality by model size.
+"""Registered protocols, their runs and records: time to loss against AdamW, and quality by model size.
 
 A protocol is written down before its first run. Every run is a function of the file, a seed and the program. A study
 of quality, a ladder, compares configurations on several model sizes, which its files call arms and rungs.
@@ -51,7 +51,7 @@ worse, or the ladder shows nothing. p-values are adjusted within a family."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord(Record):
-    """One run, as it went. Executed: real arithmetic on the CPU, one thread."""
+    """Record of one run. Executed: real arithmetic on the CPU, one thread."""
 
     evidence: Evidence = Evidence.EXECUTED
     validation_loss: float | None = None
@@ -64,7 +64,7 @@ class RunRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Protocol:
-    """What every study registers."""
+    """Common fields of every registered study."""
 
     name: str
     description: str
@@ -73,7 +73,7 @@ class Protocol:
     stop_rule: str
     """When no more runs are made."""
     remarks: str = ""
-    """What a reader must know of the registration, and of what came after it."""
+    """Remarks on the registration, and on later events."""
     tuning_seed: int
     """Learning rates are chosen at this one."""
     validation_batches: int
@@ -86,7 +86,7 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyMethod:
-    """One way to train, told apart from AdamW."""
+    """One training method, compared with AdamW."""
 
     name: str
     description: str
@@ -101,7 +101,7 @@ class StudyMethod:
     lr_factor: float = 1.0
     """Of the learning rate that would be used."""
     against: str = BASELINE
-    """What it is compared with; of a disturbed method another one with the same disturbance."""
+    """Its reference; of a disturbed method another one with the same disturbance."""
     lrs: tuple[float, ...] = ()
     """Learning rates tried at the tuning seed; the best is used; empty: the baseline's."""
     seeds: tuple[int, ...] = ()
@@ -272,7 +272,7 @@ class StudyFile(Protocol):
         ]
 
     def key_parts(self, run: StudyRun) -> list[object]:
-        """Return all that decides how a run goes, apart from the program."""
+        """Return all values that decide a run, apart from the program."""
         parts: list[object] = [self.model, self.optimizer, self.schedule, run]
         parts += [self.seq_len, self.batch_size, self.corpus_mib, self.validation_batches, self.validate_every]
         if self.corpus != "embedded":
@@ -306,7 +306,7 @@ def study_record(study: StudyFile, made: Made, method: str, seed: int, num_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """One size of model at one length of training: a rung."""
+    """A model size at one length of training (``rungs`` in files)."""
 
     name: str
     model: ModelConfig
@@ -349,7 +349,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """One way to train, by what it computes: where things live is left out, it changes no bit. An arm."""
+    """A training configuration by its arithmetic, without placements, which change no bit (``arms`` in files)."""
 
     name: str
     description: str
@@ -363,7 +363,7 @@ class Configuration:
     rounds_to_nearest: bool = False
     """Control: bfloat16 weights without a master lose what is below half of their last bit."""
     fine_tunes: bool = False
-    """Starts from the baseline's end of the same seed and goes on with another text."""
+    """Starts from the baseline's final weights of the same seed and continues on another text."""
     against: str = ""
     """Configuration that it is compared with; empty: the baseline."""
     stacks: tuple[str, ...] = ()
@@ -386,7 +386,7 @@ class Configuration:
 
     @property
     def jumps(self) -> bool:
-        """Whether its plan keeps what a predictor remembers."""
+        """Whether its plan keeps a predictor's history."""
         return self.plan().for_phase(Phase.FULL).history_tensors > 0
 
     @property
@@ -414,7 +414,7 @@ class LadderRun:
     seed: int
     lr: float
     base_lr: float
-    """Of the run that a fine-tuned one goes on from; else its own."""
+    """Of the run that a fine-tuned one starts from; else its own."""
 
     def __str__(self) -> str:
         """Name it in progress and errors."""
@@ -423,7 +423,7 @@ class LadderRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The first steps of a run and a run in little: what a later program must compute again."""
+    """The first steps of a run and a small run, for a later program to reproduce."""
 
     first_losses: tuple[float, ...]
     """Of the run itself, its first four true steps; of a fine-tuned one those of its base."""
@@ -447,12 +447,12 @@ class LadderRecord(RunRecord):
     probe: Probe
     corpus: str
     products: str = ""
-    """What multiplied bfloat16 matrices (``product_unit``); empty: float32, in attention's gradients torch's loops."""
+    """Unit of bfloat16 products (``product_unit``); empty: float32, with torch's loops in attention's gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRecord(Record):
-    """A probe computed again, by a later program."""
+    """A probe recomputed by a later program."""
 
     run: LadderRun
     evidence: Evidence = Evidence.EXECUTED
@@ -469,12 +469,12 @@ class LadderFile(Protocol):
     """A study of quality: configurations beside a baseline, on several model sizes."""
 
     margin_nats: float
-    """Equivalence margin: a mean difference of validation loss within plus and minus this is none that matters."""
+    """Equivalence margin: a mean difference of validation loss within plus and minus this is negligible."""
     alpha: float = 0.05
     """Error rate over a family of configurations at a model size: of a wrong "equivalent", and of a wrong "different";
     each of two interim analyses has half of it."""
     hybrid: HybridConfig = field(default_factory=HybridConfig)
-    """Of every configuration that keeps what a predictor remembers."""
+    """Of every configuration that keeps a predictor's history."""
     fine_tune_steps: int = 0
     rungs: tuple[ModelSize, ...]
     """In the order in which they are run."""
@@ -522,7 +522,7 @@ class LadderFile(Protocol):
 
     @property
     def baseline(self) -> Configuration:
-        """What configurations are compared with."""
+        """The baseline configuration."""
         return self.arms[0]
 
     def configuration(self, name: str) -> Configuration:
@@ -546,7 +546,7 @@ class LadderFile(Protocol):
         return [(own, ref) for own in self.configurations_at(size) if (ref := self.reference_of(own)) is not None]
 
     def reference_of(self, own: Configuration) -> Configuration | None:
-        """Return what a configuration is compared with; None for what others are compared with alone."""
+        """Return the reference of a configuration; None for one that is only a reference."""
         if own is self.baseline or (own.fine_tunes and not own.against):
             return None
         return self.configuration(own.against) if own.against else self.baseline
@@ -556,7 +556,7 @@ class LadderFile(Protocol):
         return size.lrs if own is self.baseline else own.lrs
 
     def key_parts(self, run: LadderRun) -> list[object]:
-        """Return all that decides how a run goes, apart from the program and the text."""
+        """Return all values that decide a run, apart from the program and the text."""
         size, own = self.size(run.rung), self.configuration(run.arm)
         parts: list[object] = [
             replace(size, lrs=(0.0,), seeds=(0, 1, 2), more_seeds=(), arms=()),
@@ -575,7 +575,7 @@ LadderMade = Mapping[str, LadderRecord]
 
 
 def chosen_lr(ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration) -> float:
-    """Return the best of the rates tried, as far as they were; without any that of the reference."""
+    """Return the best of the rates tried so far; without any that of the reference."""
     tried = ladder.rates_of(size, own)
     if not tried and (reference := ladder.reference_of(own)) is not None:
         return chosen_lr(ladder, made, size, reference)
@@ -613,7 +613,7 @@ _METRICS = {
 
 @cache
 def run_key(study: Study, run: Any) -> str:
-    """Return the digest of all that decides how a run goes, apart from the program.
+    """Return the digest of all values that decide a run, apart from the program.
 
     Settings at their default are left out: a new option with a default does not make old runs unknown.
     """
@@ -676,7 +676,7 @@ def _size_faults(
 
 
 def _twice(key: str, names: list[str]) -> list[str]:
-    return [f"{key}: '{name}' stands twice" for name in sorted({name for name in names if names.count(name) > 1})]
+    return [f"{key}: '{name}' appears twice" for name in sorted({name for name in names if names.count(name) > 1})]
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

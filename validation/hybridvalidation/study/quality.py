@@ -1,4 +1,4 @@
-"""What ladders show of stacks: the verdict at the model size that tells most, and stated figures of quality."""
+"""Quality of stacks by ladders: the verdict at the most informative model size, and stated figures."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,14 +22,14 @@ NO_QUALITY: Quality = MappingProxyType({})
 
 
 def all_judged(files: ScenarioFiles, results: Path) -> Iterator[tuple[LadderFile, Comparison]]:
-    """Yield every configuration at every model size of every ladder, beside what it is compared with."""
+    """Yield every configuration at every model size of every ladder, with its reference."""
     for ladder in ladders(files.folder):
         made = read_study(results, ladder)
         yield from ((ladder, judged) for size in ladder.rungs for judged in judge_size(ladder, made, size))
 
 
 def weight_of(judged: Comparison) -> tuple[float, float, float]:
-    """Return how much a comparison tells: finished ones first, the largest of them; of others, that of most seeds."""
+    """Return the weight of a comparison: finished ones by size first, then others by number of seeds."""
     params, tokens = judged.scale
     if judged.finding is not Finding.UNFINISHED:
         return 1.0, params, tokens
@@ -42,7 +42,7 @@ def stack_quality(files: ScenarioFiles, results: Path) -> dict[str, tuple[str, .
 
 
 def telling_of_stacks(files: ScenarioFiles, results: Path) -> dict[str, Comparison]:
-    """Return what tells most of every stack that shares a configuration's runs; of the baseline's own nothing."""
+    """Return the most informative comparison of every stack that shares a configuration's runs, but the baseline."""
     telling = dict[str, Comparison]()
     for _, judged in all_judged(files, results):
         for stack in judged.configuration.stacks if judged.pairs else ():
@@ -51,7 +51,7 @@ def telling_of_stacks(files: ScenarioFiles, results: Path) -> dict[str, Comparis
 
 
 def told_in_short(judged: Comparison | None) -> str:
-    """Return a verdict with the mean it is about and the size it was executed at; a dash for none."""
+    """Return a verdict with its mean and model size; a dash for none."""
     if judged is None or judged.interval is None:
         return "-"
     size = format_count(judged.scale[0])
@@ -81,7 +81,7 @@ def judge_ladder(ladder: LadderFile, made: LadderMade, targets: Mapping[str, Tar
 
 
 def ladder_verdicts(files: ScenarioFiles, results: Path) -> dict[tuple[str, str], Verdict]:
-    """Return what ladders say on their targets for every stack that trains all weights, by target and stack."""
+    """Return the ladders' verdicts for every stack that trains all weights, by target and stack."""
     found, targets = dict[tuple[str, str], Verdict](), files.targets()
     for ladder in ladders(files.folder):
         made = read_study(results, ladder)
@@ -128,7 +128,7 @@ def _metric(ladder: LadderFile, made: LadderMade, target: Target, stated: Ladder
 def _of_controls(
     ladder: LadderFile, made: LadderMade, target: Target, shown: Comparison, level: float
 ) -> tuple[str, str]:
-    """Return what controls lose by the same ruler, and which of them meet the bound or may meet it."""
+    """Return the controls' losses by the same metric, and those that meet the bound or may meet it."""
     told, blunt = "", list[str]()
     for own in ladder.configurations_at(shown.size):
         is_control = own.family == "control" and own is not shown.configuration

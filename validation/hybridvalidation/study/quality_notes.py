@@ -1,4 +1,4 @@
-"""What ladders on record say of a way's numbers: the verdict of the largest rung that an arm of the same has ended."""
+"""Ladder verdicts on a training option's precision: that of its configuration's largest finished model size."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,10 +16,10 @@ from hybridvalidation.study.quality import all_judged, weight_of
 
 
 def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results: Path) -> dict[str, str]:
-    """Return a sentence by name of the numbers; one that no arm of any ladder has is missing.
+    """Return a sentence by name of the precision; one without a configuration on any ladder is missing.
 
-    An arm has the same numbers if it computes in the same element types and stores the same in as many bits; how many
-    micro-batches it cuts a step into may differ (of one, nothing is summed), and a master in two halves is the master.
+    A configuration has the same precision if it computes in the same element types and stores the same in as many bits.
+    The number of micro-batches may differ (of one, nothing is summed); a master in two halves is the master.
     """
     weighed = [
         (judged.configuration, weight_of(judged), _said(ladder, judged))
@@ -57,7 +57,7 @@ def _said(ladder: LadderFile, judged: Comparison) -> str:
 
 
 def interim_text(judged: Comparison, margin_nats: float) -> str:
-    """Return what the seeds of an unfinished arm say so far, which is no verdict; empty where they are too few."""
+    """Return the interim result of an unfinished configuration, no verdict; empty where seeds are too few."""
     found = judged.interval
     if judged.finding is not Finding.UNFINISHED or found is None:
         return ""
@@ -79,7 +79,7 @@ def _are_alike(own: _Numbers, wanted: _Numbers, num_micro_batches: int) -> bool:
 
 
 def _numbers(plan: MemoryPlan) -> _Numbers:
-    """Return what of a plan decides results: how sums are kept, where there are any, then everything else."""
+    """Return a plan's values that decide results: the precision of sums first, then everything else."""
     full = plan.for_phase(Phase.FULL)
     master = Codec.FLOAT32 if full.master.codec is Codec.SPLIT16 else full.master.codec
     return (

@@ -63,34 +63,35 @@ _FIVE, _NEEDS_FIVE = 5, 1.1
 _FAR = (7e9, 20.0)
 """Parameters, and tokens for each, of the extrapolation."""
 _HOW_FACTORS = (
-    "Executed on the CPU, one thread a run. Loss: validation, nats per token, at the end of the run's own schedule; "
-    "test: other held-out batches, looked at once. Factor: cost at which AdamW ends at the same loss, by interpolation "
-    "on its horizon curve of the same seed, over the method's own cost; cost counts a forward pass 1 and a backward "
-    "pass 2, probes included. Intervals are 95 % over paired seeds (same initial weights, same batches; a method that "
-    "probes keeps a part of the training text for that, so its batches are others), open towards where a factor (> or "
-    "<) is beyond AdamW's horizons. Predicted steps are a diagnostic, no speed. Step time: processor time of a true "
-    "step over AdamW's."
+    "Executed on the CPU, one thread a run. Loss: validation, nats per token, at the end of the run's own schedule. "
+    "Test: other held-out batches, evaluated once. Factor: cost at which AdamW ends at the same loss over the "
+    "method's own, interpolated on AdamW's horizon curve of the same seed. Cost counts a forward pass 1 and a "
+    "backward pass 2, probes included. Intervals are 95 % over paired seeds: same initial weights, same batches. A "
+    "method that probes keeps a part of the training text for that, so its batches are others. Intervals are open "
+    "towards where a factor (> or <) is beyond AdamW's horizons. Predicted steps are a diagnostic, no speed. Step "
+    "time: processor time of a true step over AdamW's."
 )
 _HOW_HARM = (
-    "Executed on the CPU, the validation loss at the end of the run. Harm: loss over that of AdamW under the same "
-    "circumstances and with the same seed, in percent; negative: better. Taken back: jumps undone by the guard or by a "
-    "search. Where AdamW stops with a message, stopping too is no harm."
+    "Executed on the CPU; loss: validation, at the end of the run. Harm: loss over AdamW's with the same seed under "
+    "the same circumstances, in percent; negative is better. Rolled back: jumps undone by the guard or by a search. "
+    "Where AdamW stops with a message, stopping too is no harm."
 )
 _HOW_QUALITY = (
-    "Executed on the CPU, one thread a run, cosine to zero, the baseline's learning rate. Difference: validation loss "
-    "above that of the configuration it is compared with, nats per token, mean and 95 % confidence interval over "
-    "paired seeds (same first weights, same batches, same validation tokens). Equivalent: two one-sided t tests put "
-    "the mean within the registered equivalence margin; worse, better: a two-sided one tells it from zero; p-values "
-    "are adjusted over the configurations of a family at a model size (Holm), unfinished ones counted. Top-1: accuracy "
-    "over the other's. Products of bfloat16 matrices are summed in float32 and rounded once. Stacks that compute the "
-    "same to the bit share a configuration's runs."
+    "Executed on the CPU, one thread a run, cosine to zero, the baseline's learning rate. Difference: validation "
+    "loss above the reference configuration's, nats per token. It is a mean with its 95 % confidence interval over "
+    "paired seeds: same first weights, batches and validation tokens. Equivalent: two one-sided t tests put the mean "
+    "within the registered equivalence margin. Worse, better: a two-sided t test tells it from zero. p-values are "
+    "adjusted over the configurations of a family at a model size (Holm), unfinished ones counted. Top-1: accuracy "
+    "over the reference's. Products of bfloat16 matrices are summed in float32 and rounded once. Stacks that compute "
+    "the same to the bit share a configuration's runs."
 )
 _METHOD_HEADERS = (
-    "method", "role", "seeds", "gain on AdamW", "compute factor", "by seed", "lr", "loss", "test", "cost, steps",
-    "step time", "predicted steps", "taken back", "planned GiB",
+    "method", "role", "seeds", "gain over AdamW", "compute factor", "by seed", "lr", "loss", "test", "cost, steps",
+    "step time", "predicted steps", "rolled back", "planned GiB",
 )  # fmt: skip
 _HARM_HEADERS = (
-    "setting", "against", "harm %", "worst seed %", "bound kept", "loss", "AdamW's loss", "jumps", "taken back", "what",
+    "setting", "against", "harm %", "worst seed %", "within bound", "loss", "AdamW's loss", "jumps", "rolled back",
+    "description",
 )  # fmt: skip
 _QUALITY_HEADERS = (
     "configuration", "against", "difference, nats", "adjusted p, equivalent", "adjusted p, different", "verdict", "lr",
@@ -98,12 +99,12 @@ _QUALITY_HEADERS = (
 )  # fmt: skip
 _PROGRESS_HEADERS = (
     "model size", "parameters", "tokens per parameter", "runs made", "second interim analysis", "processor hours",
-    "tokens", "steps x rows x tokens", "configurations", "seeds",
+    "tokens", "steps x batch x tokens", "configurations", "seeds",
 )  # fmt: skip
 
 
 def verdict_sentence(study: Study, made: Mapping[str, Any]) -> str:
-    """Return the sentence that the study was made for."""
+    """Return the sentence of the study's verdict."""
     if isinstance(study, LadderFile):
         return _quality_sentence(study, made)
     return _factor_sentence(study, made) if study.largest_harm_pct is None else _harm_sentence(study, made)
@@ -174,7 +175,7 @@ def _factor_sentence(study: StudyFile, made: Made) -> str:
 
 
 def _judged(study: StudyFile, figures: MethodFigures) -> str:
-    """Return what the compute factor shows of the registered claim."""
+    """Return the verdict on the registered claim by the compute factor."""
     factor = figures.factor
     if factor.high < 1.0:
         return "it is slower than AdamW; the registered claim is refuted"
@@ -217,7 +218,7 @@ def _tuned(study: StudyFile) -> list[str]:
 
 
 def _tuned_text(study: StudyFile, made: Made) -> str:
-    """Return the learning rates that were chosen, and what was not tried."""
+    """Return the chosen learning rates, and those not tried."""
     run = chosen(study, made, BASELINE)
     told = (
         f"AdamW's learning rate is {run.lr:g}, betas {run.beta1:g} and {run.beta2:g}. Rates and betas were chosen at "
@@ -393,7 +394,7 @@ def _progress(ladder: LadderFile, made: LadderMade, style: str) -> str:
 
 
 def _power(ladder: LadderFile, made: LadderMade) -> str:
-    """Return how much seeds may differ before nothing is equivalent at a size, and which open ones differ by more."""
+    """Return the largest deviation that allows equivalence at each size, and inconclusive ones above it."""
     told = []
     for size in ladder.rungs:
         counts = [len(size.seeds), *([len(size.seeds) + len(size.more_seeds)] if size.more_seeds else [])]
@@ -405,12 +406,12 @@ def _power(ladder: LadderFile, made: LadderMade) -> str:
             if judged.finding is Finding.INCONCLUSIVE and judged.configuration.family == "stack"
             if (deviation := stdev(judged.differences)) > limits[-1]
         ]
-        beyond = f", too few, as they deviate now, to call equivalent {', '.join(far)}" if far else ""
+        beyond = f", too few at their present deviation for {', '.join(far)}" if far else ""
         told.append(f"{size.name}: {most}{beyond}")
     return (
-        "Power: where the differences of all configurations of family stack deviate by more than so many nats, a model "
-        "size shows none of them equivalent, even at a mean of zero (the first by Holm's order; each that passes lets "
-        f"the next deviate a little more). {'; '.join(told)}."
+        "Power: above these standard deviations of paired differences, in nats, no configuration of family stack is "
+        "equivalent. That holds even at a mean of zero, for the first by Holm's order; each that passes lets the next "
+        f"deviate a little more. {'; '.join(told)}."
     )
 
 
@@ -423,7 +424,7 @@ def _size_parts(ladder: LadderFile, made: LadderMade, size: ModelSize, style: st
 
 
 def _rates(ladder: LadderFile, made: LadderMade, size: ModelSize) -> str:
-    """Return which rates were tried, with their losses at the tuning seed, and whether the chosen one lies between."""
+    """Return the rates tried with their losses at the tuning seed, and whether the chosen one is interior."""
     told = []
     for own in ladder.configurations_at(size):
         lrs, losses = ladder.rates_of(size, own), dict[float, float | None]()
@@ -436,7 +437,7 @@ def _rates(ladder: LadderFile, made: LadderMade, size: ModelSize) -> str:
         if len(losses) < 2:
             continue
         best = chosen_lr(ladder, made, size, own)
-        edge = ", the end of what was tried: another may be better" if best in {min(losses), max(losses)} else ""
+        edge = ", an end of the range tried: another may be better" if best in {min(losses), max(losses)} else ""
         tried = ", ".join(f"{lr:g}: {_cell(loss, 'diverged')}" for lr, loss in losses.items())
         told.append(f"{own.name} {tried}; chosen {best:g}{edge}")
     return f"Rates tried at seed {ladder.tuning_seed}, validation loss. {'. '.join(told)}." if told else ""
@@ -477,7 +478,7 @@ def _extrapolations(ladder: LadderFile, made: LadderMade) -> str:
         return f"Extrapolation to {far}: none yet, too few model sizes are finished."
     return (
         f"Extrapolation to {far}, no measurement: a line through the differences of all finished model sizes over the "
-        f"logarithms of size and length, if it went on so far: {'; '.join(told)}."
+        f"logarithms of size and length, extended that far: {'; '.join(told)}."
     )
 
 
@@ -490,11 +491,11 @@ def _shares(ladder: LadderFile, style: str) -> str:
 def _replays(ladder: LadderFile, made: LadderMade, results: Path) -> str:
     replays = [found for key, found in read_replays(results, ladder).items() if key in made]
     if not replays:
-        return "Replays: no record's first steps were computed again by a later program."
+        return "Replays: no later program has recomputed a record's first steps."
     equal, fine = sum(found.is_equal for found in replays), sum(map(holds, replays))
     latest = max(replays, key=lambda found: found.started_at)
     return (
-        f"Replays: of {len(replays)} records the first steps and a run in little were computed again, last by program "
-        f"{latest.program} (commit {latest.environment.commit[:8] or 'of no checkout'}); {equal} equal to the bit, "
+        f"Replays: the first steps and a small run of {len(replays)} records were recomputed, last by program "
+        f"{latest.program} (commit {latest.environment.commit[:8] or 'of no checkout'}). {equal} are equal to the bit; "
         f"{fine} hold, within rounding on another processor (with predicted steps up to the first of them)."
     )

@@ -1,4 +1,4 @@
-"""Runs a study: processes side by side, every run on record as it ends; repeats probes with today's program."""
+"""Runs a study: parallel processes, every run recorded as it ends; repeats probes with today's program."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -42,8 +42,8 @@ from hybridvalidation.study.trials import (
 _BASES = Path("runs") / "ladder-bases"
 _TRIALS = "hybridvalidation.study.trials"
 LARGEST_REPLAY_DIFFERENCE = 1e-2
-"""Of a loss in nats, on another processor or torch, after at most eight steps: sums have another order there, and the
-first steps of AdamW move a weight by a whole learning rate whichever sign its gradient has, however small that is."""
+"""Of a loss in nats, on another processor or torch, after at most eight steps. Sums have another order there, and first
+steps of AdamW move a weight by a whole learning rate in its gradient's direction, however small that is."""
 
 
 def run_study(
@@ -97,8 +97,8 @@ def _check_text(study: Study, found: set[str], path: Path) -> None:
     if others := sorted(digest[:8] for digest in found - known):
         raise RecordError(
             f"{path}: its runs had the text {', '.join(others)}, this machine has "
-            f"{', '.join(sorted(digest[:8] for digest in known))}; go on with the same version of Python, or begin "
-            "anew with other --results"
+            f"{', '.join(sorted(digest[:8] for digest in known))}; resume with the same version of Python, or start "
+            "again with other --results"
         )
 
 
@@ -115,7 +115,7 @@ def read_replays(results: Path, ladder: LadderFile) -> dict[str, ReplayRecord]:
 def verify_ladder(
     ladder: LadderFile, stacks: Iterable[Stack], results: Path, *, jobs: int, say: Callable[[str], None]
 ) -> tuple[list[ReplayRecord], int, list[str]]:
-    """Repeat probes; return the replays, how many hold, and the stacks that compute something else than is said."""
+    """Repeat probes; return the replays, the number that hold, and the stacks that compute something else."""
     shared = {stack: own.name for own in ladder.arms for stack in own.stacks}
     same = configurations_of_stacks(ladder, stacks)
     astray = sorted(stack for stack, name in same.items() if name is None or shared.get(stack) != name)
@@ -126,7 +126,7 @@ def verify_ladder(
 def replay(
     ladder: LadderFile, made: LadderMade, results: Path, *, jobs: int, say: Callable[[str], None]
 ) -> list[ReplayRecord]:
-    """Repeat the probe of one run of every configuration and model size with today's program; record what it says."""
+    """Repeat the probe of one run of every configuration and model size with today's program; record the result."""
     firsts = {}
     for size in ladder.rungs:
         for own in ladder.configurations_at(size):
@@ -145,7 +145,7 @@ def replay(
 
 
 def replay_sentence(found: ReplayRecord) -> str:
-    """Return what a replay says."""
+    """Return the result of a replay as a sentence."""
     if found.is_equal:
         return "equal to the bit"
     where = "on the same machine" if found.same_machine else "on another processor or torch"
@@ -154,12 +154,12 @@ def replay_sentence(found: ReplayRecord) -> str:
 
 
 def holds(found: ReplayRecord) -> bool:
-    """Return whether the record is one of today's program: to the bit, within rounding on another machine."""
+    """Return whether today's program reproduces the record: to the bit, within rounding on another machine."""
     return found.is_equal or (not found.same_machine and found.largest_difference <= LARGEST_REPLAY_DIFFERENCE)
 
 
 def configurations_of_stacks(ladder: LadderFile, stacks: Iterable[Stack]) -> dict[str, str | None]:
-    """Return by stack the name of the configuration that computes the same, to the bit; None: none does.
+    """Return by stack the name of the configuration that computes the same to the bit; None: none does.
 
     Both train a few steps of the first model size, at its batch and first learning rate, through every phase.
     Fine-tuned configurations are compared without their base, from random weights: the arithmetic is the same.

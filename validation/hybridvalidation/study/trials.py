@@ -1,4 +1,4 @@
-"""One run of a study, executed on the CPU: train, validate, write down; and the probe that a later program repeats."""
+"""One run of a study, executed on the CPU: train, validate, record; and the probe that a later program repeats."""
 
 import math
 import time
@@ -73,7 +73,7 @@ _CARD = "rtx-4090"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyJob:
-    """A run of a study of time to loss, for a process of its own."""
+    """Job of a time-to-loss run, for a child process."""
 
     study: StudyFile
     run: StudyRun
@@ -81,7 +81,7 @@ class StudyJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderJob:
-    """A run of a ladder, for a process of its own."""
+    """Job of a ladder's run, for a child process."""
 
     ladder: LadderFile
     run: LadderRun
@@ -92,7 +92,7 @@ class LadderJob:
 
 
 class Trial:
-    """A trainer at work on its data, with the losses of its true steps."""
+    """A trainer with its data, and the losses of its true steps."""
 
     def __init__(
         self, trainer: Trainer, hybrid: HybridConfig | None, sampler: BatchSampler, *, num_micro_batches: int = 1,
@@ -104,7 +104,7 @@ class Trial:
         self._sampler, self._num_micro_batches = sampler, num_micro_batches
 
     def train(self, num_steps: int) -> None:
-        """Run true steps until so many are done, with what lies between them; raises ``DivergenceError``."""
+        """Run true steps up to a number, with the phases between them; raises ``DivergenceError``."""
         while self.trainer.steps_done < num_steps:
             self.before_step()
             result = self.hybrid.advance(self.batches)
@@ -113,10 +113,10 @@ class Trial:
                 self.after_step(result.step)
 
     def before_step(self) -> None:
-        """Called before each phase step."""
+        """Handle the begin of a phase step."""
 
     def after_step(self, step: int) -> None:
-        """Called after each true step, of which so many are done."""
+        """Handle the end of a true step."""
 
     def batches(self, step: int) -> list[TokenBatch]:
         """Return the micro-batches of a step."""
@@ -156,7 +156,7 @@ class StudyTrial(Trial):
         self.curve: list[ValidationPoint] = []
 
     def after_step(self, step: int) -> None:
-        """Take the weights into the mean, and validate where that is due."""
+        """Add the weights to the mean, and validate where that is due."""
         if self._average is not None:
             self._average.update()
         if (every := self._study.validate_every) and step % every == 0:
@@ -234,7 +234,7 @@ def _optimizer_of(method: StudyMethod, adamw: AdamWConfig) -> Optimizer:
 
 
 def plan_of(method: StudyMethod) -> MemoryPlan:
-    """Return the plan of a method: everything in float32 on the device, with what its predictor remembers."""
+    """Return the plan of a method: everything in float32 on the device, with its predictor's history."""
     if method.slow is None and method.hybrid is None:
         return compose([])
     is_linear = method.hybrid is not None and method.hybrid.predictor == "linear"
@@ -246,7 +246,7 @@ def plan_of(method: StudyMethod) -> MemoryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a run computes with, of a configuration or a stack: how it stores, how it updates, whether it jumps."""
+    """Arithmetic of a configuration or a stack: storage, updates, jumps."""
 
     plan: MemoryPlan
     optimizer: Optimizer
@@ -256,7 +256,7 @@ class Recipe:
 
     @property
     def jumps(self) -> bool:
-        """Whether the plan keeps what a predictor remembers."""
+        """Whether the plan keeps a predictor's history."""
         return self.plan.for_phase(Phase.FULL).history_tensors > 0
 
     @property
@@ -267,7 +267,7 @@ class Recipe:
 
 
 def recipe_of(ladder: LadderFile, own: Configuration | Stack, lr: float) -> Recipe:
-    """Return what a configuration or a stack computes with; another optimizer takes over what every optimizer has."""
+    """Return the recipe of a configuration or a stack; another optimizer inherits the common settings."""
     base = replace(ladder.optimizer, lr=lr)
     common = {name: getattr(base, name) for name in ("lr", "weight_decay", "max_grad_norm")}
     optimizer: Optimizer = base if own.optimizer == base.kind else OPTIMIZERS[own.optimizer](**common)
@@ -292,7 +292,7 @@ class LadderTrial(Trial):
         super().__init__(trainer, recipe.hybrid if recipe.jumps else None, sampler, num_micro_batches=count)
 
     def train(self, num_steps: int) -> None:
-        """Run true steps until so many are done; raises ``DivergenceError``."""
+        """Run true steps up to a number; raises ``DivergenceError``."""
         with self._arithmetic():
             super().train(num_steps)
             self.trainer.enter_phase(Phase.FULL)
@@ -344,7 +344,7 @@ class LadderTrial(Trial):
 
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
-        """Compute as the recipe says; bfloat16 in a time that a processor without it can spare."""
+        """Apply the recipe's arithmetic, with fast bfloat16 on CPUs without it."""
         with ExitStack() as stack:
             if any(table.compute_dtype is Codec.BFLOAT16 for table in self._recipe.plan.phases.values()):
                 stack.enter_context(fast_bfloat16())
@@ -404,7 +404,7 @@ def run_probe(size: ModelSize, recipe: Recipe, seed: int, corpus: Corpus) -> Pro
 
 @dataclass(frozen=True, slots=True)
 class FinalWeights:
-    """What a run in float32 on the device ended with, for another one to begin with."""
+    """Final weights of a float32 run on the device, for another one to begin with."""
 
     values: Mapping[str, Tensor]
     """Flat, by parameter."""
@@ -412,7 +412,7 @@ class FinalWeights:
 
     @classmethod
     def of(cls, trial: LadderTrial) -> "FinalWeights":
-        """Return those of a trial as it is."""
+        """Return the current weights of a trial."""
         named = trial.trainer.model.named_unit_parameters()
         values = {name: value.detach().flatten().clone() for name, value in named}
         return cls(values, tuple(trial.losses[:_FIRST_STEPS]))
@@ -422,7 +422,7 @@ class FinalWeights:
         return self.values[name][part]
 
     def write(self, path: Path | None) -> None:
-        """Write them to a file, whole or not at all; nowhere without one."""
+        """Write the weights to a file atomically; nothing without a path."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             first = torch.tensor(self.first_losses, dtype=torch.float64)
@@ -430,7 +430,7 @@ class FinalWeights:
 
 
 def read_weights(path: Path) -> FinalWeights | None:
-    """Return what ``FinalWeights.write`` wrote, to the bit; None where there is no such file."""
+    """Read the weights of ``FinalWeights.write``, to the bit; None where there is no such file."""
     if not path.exists():
         return None
     values = safetensors.torch.load(path.read_bytes())
@@ -438,7 +438,7 @@ def read_weights(path: Path) -> FinalWeights | None:
 
 
 def _base_path(job: LadderJob, environment: Environment, corpus: Corpus) -> Path | None:
-    """Return where the baseline's final weights for a run are kept, by all that decides them; None: nowhere.
+    """Return the path of the baseline's final weights for a run, by all values that decide them; None: nowhere.
 
     A program that no commit names may be any.
     """

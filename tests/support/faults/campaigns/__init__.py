@@ -1,1 +1,1 @@
-"""One campaign a file, found by being there."""
+"""Campaigns, one per file, discovered by their presence."""

@@ -1,4 +1,4 @@
-"""Checkpoints with a flipped bit or a page of zeros: noticed, and the state before is taken."""
+"""Checkpoints with a flipped bit or a zeroed page: detected, and the previous checkpoint is loaded."""
 
 import random
 import shutil
@@ -14,7 +14,7 @@ _PAGE_BYTES: Final = 4096
 
 
 def _damage(file: Path, draw: random.Random) -> str:
-    """Flip a bit of a file, or make a page of it zeros; return what was done, empty if the page was zeros before."""
+    """Flip a bit or zero a page of a file; return a description, empty if the page was zeros before."""
     content = bytearray(file.read_bytes())
     if draw.random() < 0.75:
         at, bit = draw.randrange(len(content)), draw.randrange(8)
@@ -68,9 +68,9 @@ def _found(states: Path, older: str, told: str) -> tuple[str, str]:
 
 FLIPS: Final = Campaign(
     name="flips",
-    description=(
-        "The newest of two checkpoints of each kind of run gets one flipped bit (three in four) or a page of 4 KiB of "
-        "zeros, anywhere in its files. Survived: it is told as damaged, and the state before is taken."
+    says=(
+        "The newer of two checkpoints of each kind of run gets one flipped bit (three in four) or a zeroed page of 4 "
+        "KiB, anywhere in its files. Passed: the damage is reported, and the previous checkpoint is loaded."
     ),
     count=1_000,
     run=_flip,

@@ -1,4 +1,4 @@
-"""Disks that take no more, and disks that fail, at a random moment of a run."""
+"""Full disks and failing disks at a random moment of a run."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ _MOST_SYNCS: Final = 60
 
 
 def _limited(num_bytes: int, work: Callable[[], None]) -> Callable[[], None]:
-    """Return work whose process cannot make a file larger than so many bytes (EFBIG, as a quota has it)."""
+    """Return work whose process cannot make a file larger than a limit (EFBIG, as under a quota)."""
 
     def limited() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -62,7 +62,7 @@ def _fill(order: Order) -> Tally:
 
 
 def _once(run: Run, draw: random.Random, largest: int, wanted: tuple[object, ...]) -> tuple[str, str]:
-    """Run it on such a disk, then on a sound one; return what came of it."""
+    """Run on the faulty disk, then on a sound one; return the outcome."""
     if draw.random() < 0.5:
         limit = draw.randint(0, largest)
         told, work = f"files of at most {limit} bytes", _limited(limit, telling(run.go))
@@ -85,8 +85,8 @@ FULL_DISK: Final = Campaign(
     name="full-disk",
     description=(
         "Runs of each kind on a disk that takes files up to a random size (RLIMIT_FSIZE), or whose fsync fails with "
-        "EIO or ENOSPC from a random call on. Survived: the run ends with a sentence, and resumed on a sound disk it "
-        "ends with the unbroken run's tensors and losses, to the bit, and no leftovers."
+        "EIO or ENOSPC from a random call on. Passed: the run ends with a message. Resumed on a sound disk, it ends "
+        "with the undisturbed run's tensors and losses, to the bit, and no leftovers."
     ),
     count=200,
     run=_fill,

@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments, again and again, in the midst of saving and loading too."""
+"""Runs that are killed repeatedly at random moments, also while saving and loading."""
 
 import os
 import random
@@ -13,12 +13,12 @@ from faults.campaign import Campaign, Order, Tally
 from faults.runs import KINDS, SAVE_EVERY, Run, ended, fork, on_touch, touches
 
 _MOST_KILLS: Final = 8
-"""Of one run; then it is let go to its end."""
+"""Of one run; then it runs to its end."""
 _LATE: Final = "done before"
 
 
 def _killing_at(states: Path, number: int, work: Callable[[], None]) -> Callable[[], None]:
-    """Return work that kills its own process at its ``number``-th touch of checkpoints."""
+    """Return work that kills its own process at its ``number``-th access to checkpoints."""
 
     def killed() -> None:
         left = number
@@ -62,12 +62,12 @@ def _kill(order: Order) -> Tally:
 
 
 def _num_late(tally: Tally) -> int:
-    """Return how many kills came too late to count."""
+    """Return the number of kills that came too late to count."""
     return sum(outcomes.get(_LATE, 0) for outcomes in tally.counts.values())
 
 
 def _once(run: Run, draw: random.Random, seconds: float, num_touches: int, tally: Tally) -> str:
-    """Let a run go on and kill it; count the kill, and a fault where steps are lost that were saved."""
+    """Resume a run and kill it; count the kill, and a fault where saved steps are lost."""
     saved = run.steps_saved()
     in_files = draw.random() < 0.5
     at = draw.randint(1, num_touches) if in_files else draw.uniform(0, 1.2 * seconds)
@@ -94,11 +94,11 @@ def _once(run: Run, draw: random.Random, seconds: float, num_touches: int, tally
 
 KILLS: Final = Campaign(
     name="kills",
-    description=(
-        "Runs of each kind are killed (SIGKILL) up to eight times, half of the time at a random moment, half of the "
-        f"time at a random touch of their checkpoints, and resumed. States are saved every {SAVE_EVERY} steps, beside "
-        "the steps that follow. Survived: no saved step is lost, and of others no more than were done since the save "
-        "before the one at work; the run ends with the unbroken run's tensors and losses, to the bit, and no leftovers."
+    says=(
+        "Runs of each kind are killed (SIGKILL) up to eight times and resumed, at a random moment or a random access "
+        f"to checkpoints. They save every {SAVE_EVERY} steps, beside the following steps. Passed: no saved step is "
+        "lost, and of others at most those since the save before the current one. The run ends with the undisturbed "
+        "run's tensors and losses, to the bit, and no leftovers."
     ),
     count=1_000,
     run=_kill,

@@ -1,4 +1,4 @@
-"""Runs of many steps, whose resident memory is looked at all the while: what grows by the step ends a run of weeks."""
+"""Runs of many steps with resident memory sampled: growth per step would end a run of weeks."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ _LOOK_EVERY_S: Final = 0.01
 
 
 class Looks:
-    """The most of every window of steps after warm-up; a list of all looks would be what grows.
+    """Peaks of each window of steps after warm-up; a list of all samples would itself grow.
 
     Args:
         warm_up: Steps that do not count.
@@ -33,20 +33,20 @@ class Looks:
         self._most: dict[int, int] = {}
 
     def add(self, step: int, size: int) -> None:
-        """Note so many bytes after so many steps."""
+        """Record the bytes in use after a number of steps."""
         if step >= self._warm_up:
             number = (step - self._warm_up) // self._window
             self._most[number] = max(self._most.get(number, 0), size)
 
     @property
     def growth(self) -> int:
-        """By how many bytes the most of a window lies above that of the first one, at least 0."""
+        """Growth in bytes of the highest window over the first one, at least 0."""
         first, *later = [self._most[number] for number in sorted(self._most)]
         return max([0, *(size - first for size in later)])
 
 
 def _watched(run: Run, steps: int, warm_up: int, save_every: int) -> Callable[[], int]:
-    """Return work that trains to the end and tells its growth in KiB."""
+    """Return work that trains to the end and reports its growth in KiB."""
 
     def work() -> int:
         looks = Looks(warm_up, 2 * save_every)
@@ -95,10 +95,10 @@ def _go_on(order: Order) -> Tally:
 
 LONG_RUNS: Final = Campaign(
     name="long-runs",
-    description=(
-        f"Runs of each kind go {_STEPS:,} steps and save every {_SAVE_EVERY}; their resident memory is read every "
-        f"{_LOOK_EVERY_S * 1e3:g} ms. Survived: after {_WARM_UP} steps the most of any {2 * _SAVE_EVERY} steps is "
-        f"within {_MOST_GROWTH_BYTES // MIB} MiB of the first such most."
+    says=(
+        f"Runs of each kind take {_STEPS:,} steps and save every {_SAVE_EVERY}; resident memory is sampled every "
+        f"{_LOOK_EVERY_S * 1e3:g} ms. Passed: after {_WARM_UP} steps the peak of any {2 * _SAVE_EVERY} steps is "
+        f"within {_MOST_GROWTH_BYTES // MIB} MiB of the first one."
     ),
     count=len(KINDS),
     run=_go_on,

@@ -1,4 +1,4 @@
-"""Processes that get no more memory (``ulimit -v``, ``ulimit -d``) at a random point of a run."""
+"""Processes that run out of memory (``ulimit -v``, ``ulimit -d``) at a random point of a run."""
 
 import random
 import resource
@@ -15,13 +15,13 @@ from hybridtrain.units import KIB
 _LIMITS: Final[Mapping[str, tuple[int, str]]] = {
     "address space": (resource.RLIMIT_AS, "VmSize"), "data": (resource.RLIMIT_DATA, "VmData"),
 }  # fmt: skip
-"""What is limited, and what the system calls it in /proc/self/status."""
+"""Limit, and its name in /proc/self/status."""
 _WIDTH: Final = 256
 """Of models whose tensors are too large for memory that the process was given back."""
 _MORE: Final = 1.1
 """Of what a run takes beside what its process holds; mostly threads', so small limits are drawn more often."""
 _TOLD: Final = {1, 2}
-"""Exit codes of what users are told."""
+"""Exit codes of user-facing errors."""
 _LONGEST_S: Final = 120
 
 
@@ -31,7 +31,7 @@ def _held(what: str) -> int:
 
 
 def _taken(run: Run) -> int:
-    """Return how much address space an unbroken run takes, in bytes, beside what its process began with."""
+    """Return the bytes of address space that an undisturbed run adds to those of its process."""
 
     def measured() -> int:
         before = _held("VmSize")
@@ -58,7 +58,7 @@ def _limit(order: Order) -> Tally:
 
 
 def _once(run: Run, name: str, num_bytes: int, wanted: tuple[object, ...]) -> tuple[str, str]:
-    """Run it with so much more memory, then with as much as it likes; return what came of it."""
+    """Run with limited additional memory, then without a limit; return the outcome."""
     kind, held = _LIMITS[name]
 
     def begin() -> None:
@@ -80,11 +80,11 @@ def _once(run: Run, name: str, num_bytes: int, wanted: tuple[object, ...]) -> tu
 
 MEMORY_LIMITS: Final = Campaign(
     name="memory-limits",
-    description=(
-        "Runs of each kind, by the command, whose process may take no more address space, or data (RLIMIT_AS, "
-        "RLIMIT_DATA), than it holds and a random part of what a run takes beside. Survived: the run ends with a "
-        "sentence, without traceback, signal or hang, and resumed without the limit it ends with the unbroken run's "
-        "tensors and losses, to the bit, and no leftovers."
+    says=(
+        "Runs of each kind, by the command, with a limit of address space or data (RLIMIT_AS, RLIMIT_DATA) at a "
+        "random part of a run's need. Passed: the run ends with a message, without traceback, signal or hang. "
+        "Resumed without the limit, it ends with the undisturbed run's tensors and losses, to the bit, and no "
+        "leftovers."
     ),
     count=100,
     run=_limit,

@@ -1,4 +1,4 @@
-"""Files of every kind, damaged: whatever reads them says what is wrong, soon, and does nothing else."""
+"""Damaged files of every kind: each reader reports the fault, soon, and does nothing else."""
 
 import signal
 import sys
@@ -36,11 +36,11 @@ STEPS: Final = st.lists(_STEP, min_size=1, max_size=4)
 
 
 class _HangError(BaseException):
-    """Reading took too long; no ``except Exception`` of a reader catches it."""
+    """Raised when reading takes too long; no ``except Exception`` of a reader catches it."""
 
 
 class _Watch:
-    """Notes what is executed while a file is read; the hook stays until the process ends."""
+    """Records executed calls while a file is read; the hook stays until the process ends."""
 
     def __init__(self) -> None:
         self._is_on = False
@@ -70,7 +70,7 @@ class _Watch:
 
 
 def attempt(parser: Parser, content: bytes, folder: Path, watch: _Watch) -> tuple[str, str]:
-    """Read a damaged file; return the outcome in a word, and what was not survived."""
+    """Read a damaged file; return the outcome in a word, and the failure."""
     path = folder / parser.file
     path.write_bytes(content)
     begin = time.process_time()
@@ -102,7 +102,7 @@ def attempt(parser: Parser, content: bytes, folder: Path, watch: _Watch) -> tupl
 
 
 def mutate_all(order: Order, subjects: list[Parser] | None = None) -> Tally:
-    """Damage the sample of every parser ``order.count`` times, all together."""
+    """Damage the samples of all parsers ``order.count`` times in total."""
     found = list(parsers(order.folder)) if subjects is None else subjects
     tally, watch = Tally(), _Watch()
     alarms = (signal.SIGALRM, signal.SIGPROF)
@@ -149,10 +149,10 @@ def _ring(_number: int, _frame: object) -> None:
 
 MUTATIONS_CAMPAIGN: Final = Campaign(
     name="mutations",
-    description=(
-        "Sound files of every kind that the program reads, damaged by hypothesis in one to four places: bits, ranges, "
-        "lines, numbers, texts, nesting of 100 to 100,000. Survived: read, or refused with a sentence, within "
-        f"{LONGEST_S:g} s of the processor, while audit hooks see no process, no connection and no file being written."
+    says=(
+        "Valid files of every kind that the program reads, damaged by hypothesis in one to four places: bits, "
+        "ranges, lines, numbers, texts, nesting of 100 to 100,000. Passed: read, or refused with a message, within "
+        f"{LONGEST_S:g} s of CPU time. Audit hooks see no process, no connection and no written file."
     ),
     count=100_000,
     run=mutate_all,

@@ -1,4 +1,4 @@
-"""Disks as a power cut leaves them at any moment of a run: the run is resumed from each."""
+"""Disk images that a power cut may leave at any moment of a run; the run is resumed from each."""
 
 import random
 import shutil
@@ -27,7 +27,7 @@ def _cut(order: Order) -> Tally:
 
 
 def _is_saved(acts: list[Act]) -> bool:
-    """Return whether a state was moved to its place and waited for."""
+    """Return whether a checkpoint was renamed into place and synced."""
     moved = [number for number, act in enumerate(acts) if act.kind == "os.rename" and "step-" in Path(act.target).name]
     return bool(moved) and any(act.kind == "sync folder" for act in acts[moved[0] :])
 
@@ -53,11 +53,11 @@ def _resumed(run: Run, is_saved: bool, wanted: tuple[object, ...], told: str) ->
 
 POWER_CUTS: Final = Campaign(
     name="power-cuts",
-    description=(
-        "What a run of each kind does to its folder is recorded: files and names made, moved and removed, and what is "
-        "waited for (fsync). Images of the disk are made after a random act: what was waited for is there, of all else "
-        "any part. Survived: a state that was saved is there, and the run goes on from it to the unbroken run's "
-        "tensors, to the bit. The log, which nothing waits for, may have lost lines."
+    says=(
+        "File operations of a run of each kind are recorded: files and names made, moved and removed, and fsync "
+        "calls. Disk images are made after a random operation: synced content is there, of all else any part. "
+        "Passed: every saved checkpoint is there, and the run resumes from it to the undisturbed run's tensors, to "
+        "the bit. The log, which is never synced, may have lost lines."
     ),
     count=200,
     run=_cut,

@@ -1,4 +1,4 @@
-"""Runs on several ranks of which one is killed, or stands still, at a random moment; then all of them start anew."""
+"""Runs on several ranks of which one is killed, or hangs, at a random moment; then all restart."""
 
 import os
 import random
@@ -20,14 +20,14 @@ from hybridtrain.memory.group import TorchGroup
 
 KINDS: Sequence[str] = tuple(RANK_KINDS)
 RANK_TIMEOUT_S = 15.0
-"""How long a rank waits for another; the command's own is longer."""
+"""Timeout of a rank for another; the command's own is longer."""
 _LATE_S: Final = 15.0
 """Within which a rank must end that has waited as long as it may: a machine with few cores runs all of them."""
 _POLL_S: Final = 0.01
 _WORLDS: Final = (2, 4)
 _LAST_WORLDS: Final = (1, 2, 4)
 _MOST_KILLS: Final = 3
-"""Of one run; then it is let go to its end."""
+"""Of one run; then it runs to its end."""
 _LATE: Final = "done before"
 _RESUMED: Final = "resumed to the end"
 _TOLD: Final = ("another rank ended or did not answer in time", "the ranks did not meet")
@@ -42,7 +42,7 @@ Started = Mapping[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Break:
-    """What is done to one rank."""
+    """Fault of one rank."""
 
     world: int
     rank: int
@@ -59,20 +59,20 @@ class _Break:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What unbroken runs of a kind did."""
+    """Results of undisturbed runs of one kind."""
 
     seconds: float
     counts: Mapping[tuple[int, int, str, bool], int]
-    """How often a place was come to, by number of ranks, rank and place, in a new run; False: in loading its end."""
+    """Visits to a place, by number of ranks, rank and place, in a new run; False: in loading its end."""
 
     def most(self, world: int, rank: int, place: str, saved: int) -> int:
-        """Return how often a place is come to by a run that goes on after so many steps."""
+        """Return the number of visits to a place by a run that resumes after some steps."""
         loads = self.counts[world, rank, place, False] if saved else 0
         return loads + self.counts[world, rank, place, True] * (NUM_STEPS - saved) // NUM_STEPS
 
 
 def _watch(place: str, states: Path, note: Callable[[], object]) -> None:
-    """Let ``note`` know whenever this process touches checkpoints, or begins a collective."""
+    """Call ``note`` whenever this process accesses checkpoints, or begins a collective."""
     if place == "a file":
         on_touch(states, note)
     if place == "a collective":
@@ -90,7 +90,7 @@ def _said(run: Run, rank: int) -> Path:
 
 
 def _start(run: Run, world: int, begin: Callable[[int], None] = lambda _: None) -> dict[int, int]:
-    """Start the command on each rank, with the environment that torchrun makes."""
+    """Start the command on each rank, with the environment that torchrun sets."""
     arguments = [*run.asked(), "--rank-timeout-s", str(RANK_TIMEOUT_S)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -124,7 +124,7 @@ def _wait(started: Started, limit_s: float) -> dict[int, int]:
 
 
 def _unbroken(kind: str, folder: Path) -> _Known:
-    """Return what ranks do that nothing happens to, and how long they take."""
+    """Return the results and the duration of undisturbed ranks."""
     seconds, counts = 0.0, dict[tuple[int, int, str, bool], int]()
     for world in _WORLDS:
         run = Run(kind, folder / f"unbroken-{world}" / "run")
@@ -149,7 +149,7 @@ def _unbroken(kind: str, folder: Path) -> _Known:
 
 
 def _counts(run: Run, rank: int, place: str) -> Path:
-    """Return a file with a byte for each time that a rank came to a place."""
+    """Return a file with a byte for each visit of a rank to a place."""
     return run.folder.with_name(f"{place} {rank}")
 
 
@@ -163,7 +163,7 @@ def _draw(draw: random.Random, known: _Known, saved: int) -> _Break:
 
 
 def _broken(run: Run, what: _Break) -> tuple[bool, dict[int, int]]:
-    """Let ranks go on and break one; return whether it was at work, and the exit codes of the others that ended."""
+    """Resume the ranks and break one; return whether it was running, and the exit codes of the others that ended."""
 
     def begin(rank: int) -> None:
         left = what.number
@@ -189,7 +189,7 @@ def _broken(run: Run, what: _Break) -> tuple[bool, dict[int, int]]:
 
 
 def _once(run: Run, what: _Break, tally: Tally) -> None:
-    """Break a rank; count it, and a fault where the others do not end, or do not say why, or saved steps are lost."""
+    """Break a rank; count a fault where the others hang, end without a reason, or saved steps are lost."""
     saved = run.steps_saved()
     was_at_work, codes = _broken(run, what)
     said = {rank: _said(run, rank).read_text() for rank in codes}
@@ -215,17 +215,17 @@ def _once(run: Run, what: _Break, tally: Tally) -> None:
 
 
 History = tuple[tuple[int, int], ...]
-"""Steps saved, and by how many ranks it goes on from there."""
+"""Steps saved, and the number of ranks that resume from there."""
 
 
 def _with(history: History, step: int, world: int) -> History:
-    """Return a history that goes on; what was never saved is none of it."""
+    """Return a resumed history without the steps that were never saved."""
     kept = tuple(part for part in history if part[0] < step)
     return kept if step == NUM_STEPS or (kept and kept[-1][1] == world) else (*kept, (step, world))
 
 
 def _alone(kind: str, folder: Path, history: History) -> Run:
-    """Return the run of one process that adds as the ranks of a history would, each from where the one before was."""
+    """Return the run of one process that sums as the ranks of a history do, each from the checkpoint before."""
     run = Run(kind, folder / "-".join(f"{step}x{world}" for step, world in history) / "run")
     if run.folder.exists():
         return run
@@ -241,7 +241,7 @@ def _alone(kind: str, folder: Path, history: History) -> Run:
 
 
 def _finish(run: Run, world: int, history: History, folder: Path, tally: Tally) -> None:
-    """Let a run go to its end; count a fault where it is not what one process computes."""
+    """Run to the end; count a fault where the result differs from that of one process."""
     if world == 1:
         codes = {0: ended(fork(lambda: run.command(said=_said(run, 0))))}
     else:
@@ -282,22 +282,21 @@ def _break(order: Order) -> Tally:
 
 
 def _num_broken(tally: Tally) -> int:
-    """Return how many ranks were broken at work."""
+    """Return the number of ranks that were broken while running."""
     free = {_LATE, _RESUMED}
     return sum(count for outcomes in tally.counts.values() for name, count in outcomes.items() if name not in free)
 
 
 RANK_KILLS: Final = Campaign(
     name="rank-kills",
-    description=(
-        f"Runs on {' and '.join(map(str, _WORLDS))} ranks (gloo), started by the command in the environment that "
-        f"torchrun makes, lose one rank up to {_MOST_KILLS} times: it is killed (SIGKILL), or stands still (SIGSTOP) "
-        f"{_STAND_STILL:.0%} of the times, at a random moment, a random touch of checkpoints or a random collective; "
-        "then they go on, by another number of ranks in part, at last by 1, 2 or 4. Survived: the others end by "
-        "themselves, with exit code 1 and a message that names what happened, within the time that a rank waits "
-        f"({RANK_TIMEOUT_S:.0f} s here) for each of meeting, saving and the step; no checkpoint is torn and no saved "
-        "step lost; the run ends with the tensors and losses of one process that adds as so many ranks from "
-        "the same steps on, to the bit, and no leftovers."
+    says=(
+        f"Runs on {' and '.join(map(str, _WORLDS))} ranks (gloo), started by the command with torchrun's environment, "
+        f"lose one rank up to {_MOST_KILLS} times. It is killed (SIGKILL), or stopped (SIGSTOP, {_STAND_STILL:.0%} of "
+        "the times), at a random moment, checkpoint access or collective. The run then resumes, in part on another "
+        "number of ranks, at last on 1, 2 or 4. Passed: the other ranks exit with code 1 and a message that names "
+        f"the cause, within the timeout ({RANK_TIMEOUT_S:.0f} s here) of meeting, saving and the step. No checkpoint "
+        "is torn and no saved step lost. The run ends with the tensors and losses of one process that sums as these "
+        "ranks do, to the bit, and no leftovers."
     ),
     count=50,
     run=_break,

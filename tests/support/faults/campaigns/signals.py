@@ -1,4 +1,4 @@
-"""Runs that are asked to stop, once or twice, at random moments and in the midst of saving and loading."""
+"""Runs that are interrupted by a signal, once or twice, at random moments, also while saving and loading."""
 
 import os
 import random
@@ -12,20 +12,20 @@ from faults.campaign import Campaign, Order, Tally
 from faults.runs import KINDS, NUM_STEPS, Run, ended, fork, go_unbroken, on_touch, touches
 
 _MOST_STOPS: Final = 4
-"""Of one run; then it is let go to its end."""
+"""Of one run; then it runs to its end."""
 _LONGEST_PAUSE_S: Final = 0.05
 """Before a second signal."""
 _LEAST_S: Final = 0.002
-"""Before a first one: what comes before the command is at work is the interpreter's."""
+"""Before a first one: earlier signals reach the interpreter, not the command."""
 _ASKED: Final = "stopping after this step"
-"""What a run says that will save and end."""
+"""Message of a run that will save and end."""
 _SAVED: Final = 75
 _AT_ONCE: Final = {signal.SIGINT: {130}, signal.SIGTERM: {143, -signal.SIGTERM}}
 """Exit codes without an end of its own; a shell says 143 of both."""
 
 
 def _signalled(run: Run, number: signal.Signals, touch: int, after_s: float, again_s: float | None) -> None:
-    """Run the command, which gets a signal at its ``touch``-th touch of checkpoints (0: after a time), perhaps two."""
+    """Run the command; send one signal or two at its ``touch``-th access to checkpoints (0: after a time)."""
     left = touch
 
     def later(seconds: float) -> None:
@@ -78,7 +78,7 @@ def _stop(order: Order) -> Tally:
 
 
 def _once(run: Run, draw: random.Random, seconds: float, num_touches: int, tally: Tally) -> str:
-    """Let a run go on and ask it to stop; count what came of it."""
+    """Resume a run and interrupt it; count the outcome."""
     before, number = run.steps_saved(), draw.choice((signal.SIGINT, signal.SIGTERM))
     touch = draw.randint(1, num_touches) if draw.random() < 0.5 else 0
     after_s = draw.uniform(_LEAST_S, seconds)
@@ -92,7 +92,7 @@ def _once(run: Run, draw: random.Random, seconds: float, num_touches: int, tally
 
 
 def _fault(run: Run, before: int, code: int, number: signal.Signals, *, is_one: bool) -> str:
-    """Return what was not survived; empty: nothing."""
+    """Return the failure; empty: none."""
     said, saved, logged = run.said.read_text(), run.steps_saved(), run.steps_logged()
     if "Traceback" in said or code not in {0, _SAVED, *_AT_ONCE[number]}:
         return "ended otherwise"
@@ -122,13 +122,12 @@ def _of(run: Run) -> str:
 
 SIGNALS: Final = Campaign(
     name="signals",
-    description=(
-        "Runs of each kind, by the command, get SIGINT or SIGTERM up to four times, half of the time at a random "
-        "moment, half of the time at a random touch of their checkpoints; a third of the time a second one within "
-        f"{_LONGEST_PAUSE_S:g} s. Survived: one that comes in training ends the run after its step, which is saved, "
-        "with exit code 75; before and after, and after a second one, the codes are 130 and 143, or 0 where the run "
-        "was done; no traceback, no saved step lost; resumed it ends with the unbroken run's tensors and losses, to "
-        "the bit, and no leftovers."
+    says=(
+        "Runs of each kind, by the command, get SIGINT or SIGTERM up to four times, at a random moment or a random "
+        f"access to checkpoints. A third of them get a second one within {_LONGEST_PAUSE_S:g} s. Passed: a signal in "
+        "training ends the run after its step, which is saved, with exit code 75. Before and after, and after a "
+        "second one, the codes are 130 and 143, or 0 for a finished run. No traceback, no saved step lost; resumed, "
+        "it ends with the undisturbed run's tensors and losses, to the bit, and no leftovers."
     ),
     count=200,
     run=_stop,

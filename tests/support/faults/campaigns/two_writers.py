@@ -1,4 +1,4 @@
-"""Two at once: runs in one folder, and appends to one file of records."""
+"""Two concurrent writers: runs in one folder, and appends to one file of records."""
 
 import random
 import shutil
@@ -78,10 +78,10 @@ def _write(order: Order) -> Tally:
 
 TWO_WRITERS: Final = Campaign(
     name="two-writers",
-    description=(
-        "Three processes append twenty records each to one file; a second run begins in the folder of one at work. "
-        "Survived: every line is there whole; one of the runs goes to its end with the unbroken run's tensors and "
-        "losses, to the bit, and the other is told, or comes after it."
+    says=(
+        "Three processes append twenty records each to one file; a second run begins in the folder of a running one. "
+        "Passed: every line is complete. One of the runs ends with the undisturbed run's tensors and losses, to the "
+        "bit; the other gets a message, or comes after it."
     ),
     count=100,
     run=_write,

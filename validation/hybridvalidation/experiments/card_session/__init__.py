@@ -1,1 +1,1 @@
-"""Everything a CUDA card can tell within a few minutes."""
+"""Measurements of a CUDA card within a few minutes."""

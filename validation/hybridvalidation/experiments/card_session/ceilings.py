@@ -1,4 +1,4 @@
-"""What a card does at best: matmuls, copies, and what it takes before anything is trained. Ten seconds."""
+"""Peak rates of a card: matmuls, copies, and its memory before anything is trained. Takes ten seconds."""
 
 import subprocess
 import time
@@ -43,7 +43,7 @@ def measure_ceilings(used_before_bytes: int | None) -> Ceilings:
 
 
 def _workspaces(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that the first matmul of this thread keeps, and those of the first of the backward thread."""
+    """Return the workspace bytes of the first matmul of this thread, and of the backward thread."""
 
     def held() -> int:
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The parts of the evidence, the most valuable first, and whether one can still be started."""
+"""Parts of the evidence, the most valuable first, and whether one can still be started."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _PAIR_MODELS = ("gpt2-large", "gpt2-xl", "gpt2-1b")
 PAIR_STACKS = ("vanilla", "mixed", "phase2-lite", "balanced", "streaming", "conservative", "tight")
 """Stacks of the scenario folder that small models are tried with."""
 _PAIR_CAPS_GIB = {24: _PAIR_MODELS, 16: ("gpt2-large", "gpt2-1b")}
-"""Which models are worth trying under which cap."""
+"""Models to try under each cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Part:
 
     @property
     def cap_bytes(self) -> int:
-        """What the run may take of the card, CUDA context included."""
+        """Bytes of the card that the run may use, CUDA context included."""
         return self.cap_gib * GIB
 
 
@@ -97,7 +97,7 @@ def effective_cap(part: Part, total_bytes: int, others_bytes: int) -> int:
 
 
 def shortage(part: Part, total_bytes: int, others_bytes: int) -> str:
-    """Return why the card cannot hold the part's cap."""
+    """Return the reason why the card cannot hold the part's cap."""
     if total_bytes < _SHORTAGE * part.cap_bytes:
         return f"the card is too small: it has {format_bytes(total_bytes)}, the part wants {part.cap_gib} GiB"
     return (
@@ -121,7 +121,7 @@ def time_limit(part: Part, *, step_s: float, host_bytes: int, remaining_s: float
 
 def _recommended(name: str, model: str, cap_gib: int, *, limit_s: float, profiles: bool = False) -> Part:
     return Part(
-        name=name, description=f"{model} under {cap_gib} GiB, the stack that recommend finds, 131,072 tokens a step",
+        name=name, says=f"{model} under {cap_gib} GiB, the stack that recommend finds, 131,072 tokens per step",
         model=model, cap_gib=cap_gib, seq_len=2048, num_sequences=64, limit_s=limit_s, profiles=profiles,
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ def _largest(name: str, *, micro_batch_size: int, num_micro_batches: int, num_st
     )
     sequences = micro_batch_size * num_micro_batches
     return Part(
-        name=name, description=f"llama-50b under 24 GiB, 110 GiB of host memory, {2048 * sequences:,} tokens a step",
+        name=name, says=f"llama-50b under 24 GiB, 110 GiB of host memory, {2048 * sequences:,} tokens per step",
         model="llama-50b", cap_gib=24, seq_len=2048, num_sequences=sequences, stack=stack, num_steps=num_steps,
         host_gib=110, limit_s=limit_s,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a part of the evidence will do, found without the card: its stack, and what the dry run says of it."""
+"""Plan of a part of the evidence, made without the card: its stack, and its dry run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ _FP32_SHARE = 1 / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanJob:
-    """What to plan, on what."""
+    """A model and a card to plan."""
 
     part: Part
     card: Card

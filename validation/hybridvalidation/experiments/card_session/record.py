@@ -16,11 +16,11 @@ EVIDENCE_FILE = "evidence.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """What the card does at best, and what it takes for nothing."""
+    """Peak rates of the card, and its memory use at rest."""
 
     name: str
     driver: str
-    """Version of the driver, empty where nobody says."""
+    """Version of the driver, empty where unknown."""
     memory_bytes: int
     compute_capability: str
     num_sms: int
@@ -43,14 +43,14 @@ class Ceilings:
     context_with_libraries_bytes: int
     """The same after the first matmuls."""
     forward_workspace_bytes: int
-    """What the first matmul keeps of the allocator's memory, beside its result."""
+    """Workspace bytes that the first matmul keeps, beside its result."""
     backward_workspace_bytes: int
-    """What the first matmul of the backward thread keeps in addition."""
+    """Additional workspace bytes of the first matmul of the backward thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOverlap:
-    """One profiled step: how much of the copies over the bus went on beside kernels."""
+    """One profiled step: overlap of bus copies with kernels."""
 
     window_s: float
     """From the first to the last thing the card did."""
@@ -76,7 +76,7 @@ class CopyOverlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the card did."""
+    """Measurements of the card."""
 
     build_s: float = 0.0
     """Model built, initial values drawn on the device."""
@@ -100,7 +100,7 @@ class Measured:
 
     @property
     def device_used_bytes(self) -> int:
-        """Most that this process ever took of the card."""
+        """Peak bytes of the card used by this process."""
         return self.peak_reserved_bytes + self.outside_bytes
 
     @property

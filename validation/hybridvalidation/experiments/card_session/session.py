@@ -55,7 +55,7 @@ _UNKNOWN_HOST_BYTES = 16 * GIB
 """Where the system does not say what is available."""
 
 Verb: TypeAlias = Literal["plan", "ceilings", "train"]
-"""What a process does: a function of worker.py."""
+"""Work of a process: a function of worker.py."""
 
 
 def start_child(verb: Verb, job: object, limit_s: float) -> Child[Answer]:
@@ -67,25 +67,25 @@ def start_child(verb: Verb, job: object, limit_s: float) -> Child[Answer]:
 
 
 def answer_of(ended: Ended[Answer]) -> Answer:
-    """Return the answer of a process; a crash or the end of its time is one too."""
+    """Return the answer of a process; a crash or a timeout is an answer too."""
     return ended.answer or Answer(outcome=Outcome.ERROR, message=ended.fault)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """The machine, the budget, and the ways to the outside."""
+    """Machine, budget, and callbacks of a session."""
 
     card: str
     total_bytes: int
     """Of the card."""
     used_bytes: Callable[[], int | None]
-    """Memory of the whole card in use; None where nobody says."""
+    """Memory of the whole card in use; None where unknown."""
     host_bytes: int
     """Host memory that is available."""
     budget_s: float
     say: Callable[[str], None]
     start: Callable[[Verb, object, float], Child[Answer]] = start_child
-    """Starts a process that does something for at most so many seconds."""
+    """Starts a process with a time limit in seconds."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     num_planners: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) - 4))
@@ -236,7 +236,7 @@ def _training(part: Part, planned: PlannedPart, cap_bytes: int, answer: Answer) 
 
 
 class NoCard(HybridTrainError):  # noqa: N818  a state of the machine; the name is part of the answer
-    """There is no card to measure on, or too little of it is free."""
+    """Raised when there is no card to measure on, or too little of it is free."""
 
 
 def measure_card(

@@ -1,4 +1,4 @@
-"""``tables/evidence.md``: what a CUDA card did beside what was planned, from records alone."""
+"""``tables/evidence.md``: measured against planned figures of CUDA cards, from records alone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +16,11 @@ _HEADERS = (
     "reserved GiB", "planned", "device GiB", "planned", "host GiB", "copies hidden",
 )  # fmt: skip
 _HOW = (
-    "Measured on the card under a hard cap of torch's allocator; a column `planned` holds the dry run of the same "
-    "steps, made before, and by how much it is above the measurement in percent of that. Tokens/s: median step without "
-    "the first. Device: allocator and CUDA context of this process. Planned bytes of the device contain the context as "
-    "measured in the first part; planned tokens/s are estimates. Copies hidden: of one profiled step, the share of the "
-    "time of copies over the bus in which a kernel ran too."
+    "Measured on the card under a hard cap of torch's allocator. Columns `planned`: the earlier dry run of the same "
+    "steps, and by how many percent it exceeds the measurement. Tokens/s: median step without the first. Device: "
+    "allocator and CUDA context of this process. Planned device bytes contain the context as measured in the first "
+    "part; planned tokens/s are estimates. Copies hidden: share of the bus copies' time in one profiled step during "
+    "which a kernel ran too."
 )
 
 
@@ -95,7 +95,7 @@ def _pair(predicted: int, measured: int) -> tuple[str, str]:
 
 
 def _error(predicted: float, measured: float | None) -> str:
-    """Return by how much a prediction is above the measurement, in percent of that; nothing without one."""
+    """Return the error of a prediction in percent of the measurement; empty without one."""
     return f" ({100 * (predicted - measured) / measured:+.1f} %)" if measured else ""
 
 

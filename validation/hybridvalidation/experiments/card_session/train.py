@@ -1,4 +1,4 @@
-"""A part of the evidence on the card: a few steps under a cap; one more under the profiler, for what kernels hide."""
+"""A part of the evidence on the card: a few steps under a cap, and a profiled one for the overlap of copies."""
 
 import json
 import math
@@ -32,7 +32,7 @@ _PROFILED_STEP = 3.0
 
 @dataclass(frozen=True, slots=True)
 class DeviceEvent:
-    """Something the card did; times in seconds."""
+    """An event on the card; times in seconds."""
 
     name: str
     category: str
@@ -46,12 +46,12 @@ class DeviceEvent:
         return (self.start_s, self.start_s + self.duration_s)
 
     def copies(self, direction: str) -> bool:
-        """Return whether it is a copy over the bus, ``HtoD`` or ``DtoH``."""
+        """Return whether the event is a copy over the bus, ``HtoD`` or ``DtoH``."""
         return self.category == "gpu_memcpy" and direction in self.name
 
 
 def copy_overlap(events: Sequence[DeviceEvent]) -> CopyOverlap | None:
-    """Return how far copies over the bus were hidden; None for a trace in which the card did nothing.
+    """Return the overlap of bus copies with kernels; None for a trace in which the card did nothing.
 
     Fills, and copies that stay on the device, count as kernels: they are work of the compute queue.
     """
@@ -72,7 +72,7 @@ def copy_overlap(events: Sequence[DeviceEvent]) -> CopyOverlap | None:
 
 
 def _busy_s(events: Iterable[DeviceEvent]) -> float:
-    """Return the seconds in which at least one event went on."""
+    """Return the seconds in which at least one event ran."""
     total, latest = 0.0, -math.inf
     for begin, end in sorted(event.span for event in events):
         total += max(0.0, end - max(begin, latest))
@@ -81,7 +81,7 @@ def _busy_s(events: Iterable[DeviceEvent]) -> float:
 
 
 def read_chrome_trace(path: Path) -> list[DeviceEvent]:
-    """Return the events of the card in a file of ``torch.profiler``'s ``export_chrome_trace``."""
+    """Return the card's events from a file of ``torch.profiler``'s ``export_chrome_trace``."""
     trace = json.loads(path.read_text(encoding="utf-8"))
     return [
         DeviceEvent(str(event["name"]), str(event["cat"]), float(event["ts"]) * 1e-6, float(event["dur"]) * 1e-6)
@@ -92,7 +92,7 @@ def read_chrome_trace(path: Path) -> list[DeviceEvent]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """What to train, and until when."""
+    """A training job and its deadline."""
 
     part: Part
     planned: PlannedPart
@@ -101,25 +101,25 @@ class TrainJob:
     context_bytes: int
     host_limit_bytes: int
     used_before_bytes: int | None
-    """Of the whole card before this process used it; None: nobody could say."""
+    """Of the whole card before this process used it; None: unknown."""
     limit_s: float
     """From the start of the process."""
 
 
 @dataclass(slots=True)
 class TrainedPart:
-    """What was measured so far: an error in the middle leaves the steps before it."""
+    """Measurements so far: an error in the middle leaves the steps before it."""
 
     measured: Measured = field(default_factory=Measured)
     remark: str = ""
 
     def add(self, **figures: Any) -> None:
-        """Take figures of ``Measured``."""
+        """Add figures of ``Measured``."""
         self.measured = replace(self.measured, **figures)
 
 
 def train_part(job: TrainJob, corpus: Corpus, trained: TrainedPart, begin_s: float) -> None:
-    """Train, and write into ``trained`` what is found; the process began at ``begin_s`` of ``time.monotonic``.
+    """Train, and write measurements into ``trained``; the process began at ``begin_s`` of ``time.monotonic``.
 
     Raises:
         torch.OutOfMemoryError: the cap refused a request.
@@ -173,7 +173,7 @@ def _batches(job: TrainJob, corpus: Corpus, step: int) -> list[TokenBatch]:
 
 
 def _profile(job: TrainJob, corpus: Corpus, trained: TrainedPart, trainer: Trainer, deadline_s: float) -> None:
-    """Run one more step under the profiler, which records the card's work only: what Python calls is of no interest."""
+    """Run one more step under the profiler, which records the card's work only."""
     if time.monotonic() + _PROFILED_STEP * trained.measured.steps[-1].seconds > deadline_s:
         trained.remark = "not profiled: no time for it"
         return
@@ -186,7 +186,7 @@ def _profile(job: TrainJob, corpus: Corpus, trained: TrainedPart, trainer: Train
 
 
 def _read_peaks(trained: TrainedPart, use: DeviceUse, transfer: Transfer) -> None:
-    """Read what is known at the end, also after a refused request."""
+    """Read the peaks at the end, also after a failed allocation."""
     trained.add(
         outside_bytes=use.outside_bytes(), num_alloc_retries=num_alloc_retries(transfer.device),
         host_bytes=transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST),

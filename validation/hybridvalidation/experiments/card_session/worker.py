@@ -1,4 +1,4 @@
-"""One piece of the evidence, in a process of its own."""
+"""One part of the evidence, in a child process."""
 
 import time
 import traceback
@@ -21,14 +21,14 @@ _BEGIN_S = time.monotonic()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CeilingsJob:
-    """What the first part must know."""
+    """Input of the first part."""
 
     used_before_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a process found, or why it did not."""
+    """Result of a process, or the reason for none."""
 
     outcome: Outcome = Outcome.OK
     message: str = ""
@@ -38,7 +38,7 @@ class Answer:
 
 
 def plan(job: PlanJob) -> Answer:
-    """Plan a part on the processor; what cannot be planned is told, not raised."""
+    """Plan a part on the CPU; a failure is returned, not raised."""
     try:
         return Answer(planned=plan_part(job))
     except HybridTrainError as error:
@@ -46,7 +46,7 @@ def plan(job: PlanJob) -> Answer:
 
 
 def ceilings(job: CeilingsJob) -> Answer:
-    """Measure what the card does at best."""
+    """Measure the card's peak rates."""
     return Answer(ceilings=measure_ceilings(job.used_before_bytes))
 
 

@@ -1,4 +1,4 @@
-"""Pages that the parts write which keep records of their own, with pictures of theirs."""
+"""Pages of parts that keep their own records and pictures."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

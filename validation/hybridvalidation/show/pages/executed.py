@@ -15,12 +15,11 @@ _HEADERS = (
     "disk GiB", "process GiB",
 )  # fmt: skip
 _HOW = (
-    "Executed: the real model, trained with real arithmetic on the CPU. Device: most bytes at once that a card would "
-    "have held, counted by the ledger as requested, the building of the model included; process: largest resident set, "
-    "device and host bytes included. Step: median of the true ones. The dry run of the same steps is compared event by "
-    "event: every allocation and release with its bytes, class, unit and step, and the peaks of host and disk. Of "
-    "several ranks, each a process, the figures are those of the one that held the most, and each is compared with its "
-    "own dry run."
+    "Executed: the real model, trained with real arithmetic on the CPU. Device: peak bytes that a card would have "
+    "held, as requested, the building of the model included. Process: largest resident set, device and host bytes "
+    "included. Step: median time of the true ones. The dry run is compared event by event: every allocation and "
+    "release with its bytes, class, unit and step. Peaks of host and disk are compared too. Of several ranks, each a "
+    "process, the figures are those of the largest; each is compared with its own dry run."
 )
 _TIERS = {"card": "device_bytes", "host": "host_bytes", "disk": "disk_bytes"}
 
@@ -31,7 +30,7 @@ def executed_table(runs: Sequence[ExecutedRun], style: str) -> str:
 
 
 def equality_line(run: ExecutedRun) -> str:
-    """Return whether the dry run counted the same, in a sentence."""
+    """Return a sentence on the equality of dry run and execution."""
     if run.is_equal:
         return f"dry run equals execution: yes, {run.num_events} events"
     return f"dry run equals execution: no, {run.difference}"

@@ -1,4 +1,4 @@
-"""What campaigns of faults found."""
+"""Outcomes of fault campaigns."""
 
 from collections.abc import Iterator, Sequence
 

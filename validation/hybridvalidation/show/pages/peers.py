@@ -1,4 +1,4 @@
-"""Trainers of others beside ours: a page for each scenario that has a file of peers."""
+"""Pages of other trainers beside this one: one for each scenario that has a file of peers."""
 
 from collections.abc import Iterator, Sequence
 from math import sqrt
@@ -25,12 +25,12 @@ from hybridvalidation.show.page import Page, Source
 from hybridvalidation.show.results import Results
 
 _HOW = (
-    "Planned: the engine's own trainer, run for two steps on a virtual card; nothing was computed and no card was "
-    "there. Peaks are of allocated and of reserved bytes, host bytes those of tensors. Where a recipe does not fit, "
-    "they are what it would take of a larger card, and the remark says where it was refused. Steps are timed by a "
-    f"roofline of eager ops (estimated), which was {100 * TIME_ERROR:.1f} % off on average over recorded runs, all of "
-    f"them full training by LLMQ and ml_dataflow, {100 * WAITING_ERROR:.0f} % where a step waits for copies. Not among "
-    "the recipes: kernels of Unsloth and Liger, compiled models, torchtune; any of them may be faster than all rows."
+    "Planned: the engine's own trainer ran two steps on a virtual card; nothing was computed and no card was there. "
+    "Peaks are of allocated and of reserved bytes; host bytes are those of tensors. Where a recipe does not fit, "
+    "they are its needs on a larger card; the remark says where it was refused. Step times are estimated by a "
+    f"roofline of eager ops, {100 * TIME_ERROR:.1f} % off on average over recorded runs. Those are full training by "
+    f"LLMQ and ml_dataflow; where a step waits for copies the error is {100 * WAITING_ERROR:.0f} %. Not among the "
+    "recipes: kernels of Unsloth and Liger, compiled models, torchtune. Any of them may be faster than all rows."
 )
 _TRAINED = (
     "Executed small: the same recipe trained five steps on the CPU, at a size for that; the loss is finite and falls."
@@ -39,15 +39,15 @@ _Planned = Sequence[tuple[Row, PeerFigures]]
 
 
 def spread_text(errors: Sequence[float]) -> str:
-    """Say how far apart two trainers may be by the error of their estimates alone; nothing without recorded steps."""
+    """Return a sentence on the spread of speeds by the error of estimates alone; empty without recorded steps."""
     if len(errors) < 2:
         return ""
     deviation = stdev(errors)
     return (
-        f"Between recipes: of {len(errors)} recorded steps of PEFT's on one card, the nearest to these trainers that "
-        f"are published, planned ones were {100 * min(errors):+.0f} to {100 * max(errors):+.0f} % off, with a "
-        f"deviation of {100 * deviation:.0f} %, so two recipes that are equally fast come out "
-        f"{100 * sqrt(2) * deviation:.0f} % apart (standard deviation) by that alone: smaller differences decide "
+        f"Between recipes: {len(errors)} recorded steps of PEFT on one card are the published ones nearest to these "
+        f"trainers. Planned ones were {100 * min(errors):+.0f} to {100 * max(errors):+.0f} % off, with a standard "
+        f"deviation of {100 * deviation:.0f} %. Two recipes that are equally fast thus come out "
+        f"{100 * sqrt(2) * deviation:.0f} % apart (standard deviation): smaller differences decide "
         "nothing. No recorded run tests the speed of a step with 4-bit weights, or of a trainer of ours."
     )
 

@@ -1,4 +1,4 @@
-"""What the memory profiler costs, and what was stated of it."""
+"""Page of the memory profiler's cost, and of the stated figure."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,11 +20,11 @@ _HEADERS = (
     "model", "parameters", "batch", "every", "pairs", "step ms", "snapshot ms", "share %", "with / without", "noise",
 )  # fmt: skip
 _HOW = (
-    "Medians of wall time, fp32, steps with the profiler and without it in turn: a step without it, record_step where "
-    "it takes a snapshot, its share of the step at that interval. With / without is the ratio of the steps' medians, "
-    "noise that ratio between steps without it: too coarse for a share this small, which is why the snapshot is timed "
-    "itself. A card's step is far shorter than a processor's, so the share is told of the step that is estimated for "
-    f"{CARD_STEP_OF} too."
+    "Medians of wall time in fp32, steps with and without the profiler in turn. Step: without it; snapshot: "
+    "record_step where it takes one; share: the snapshot's of the step at that interval. With / without is the ratio "
+    "of the steps' medians; noise is that ratio between steps without it. Both are too coarse for so small a share, "
+    "so the snapshot itself is timed. A card's step is far shorter than a processor's, so the share of the step "
+    f"estimated for {CARD_STEP_OF} is shown too."
 )
 
 

@@ -15,20 +15,19 @@ from hybridvalidation.show.results import Results
 
 _HOW = (
     "Recorded: measured by others on CUDA and published, with code, configuration and versions. Planned: their "
-    "libraries under the loop of their script in words of our own, torchtune's recipes as they are, torchtitan's model "
-    "in our words too, run on a virtual card with the versions that are named; nothing was computed and no card was "
-    "there. The protocol of each source "
-    "was written before predicting: what was fitted, on which one run, and what counts as an error; figures that were"
-    " known when what plans them was written or changed are called seen, and stand apart in the table above. The "
-    "errors are of predicted runs alone; runs that were fitted on, or left out, stand in the tables with their role."
+    "libraries ran on a virtual card with the named versions; nothing was computed and no card was there. Loops are "
+    "rewritten from their scripts, and torchtitan's model too; torchtune's recipes run as they are. The protocol of "
+    "each source was written before predicting: what was fitted, on which run, and what counts as an error. Seen: "
+    "figures that were known when what plans them was written or changed; they stand apart above. Errors are of "
+    "predicted runs alone; fitted or omitted runs stand in the tables with their role."
 )
 _SECONDS = "seconds"
 RESIDENT = "allocated_mean"
-"""What stays between steps, nearly a count of weights: easier to plan than a peak."""
+"""Bytes that stay between steps, nearly a count of weights: easier to plan than a peak."""
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Return how closely figures of memory and outcomes were met that were predicted before they were seen."""
+    """Return the errors of memory figures and outcomes that were predicted before they were seen."""
     blind = [row for row in rows if row.role is Role.PREDICT]
     sizes, answers = (
         predicted(blind, are_times=False),
@@ -40,14 +39,14 @@ def headline(rows: Sequence[Row]) -> str:
     right, fit = sum(row.error == 0 for row in answers), sum(not row.recorded for row in answers)
     _, median_error, ninety, _ = _spread(sizes)
     return (
-        f"Predicted before they were seen: {len(sizes)} CUDA figures of memory of {len(publications)} publications, "
-        f"median error {median_error}, nine in ten within {ninety}. Of {len(answers)} outcomes {right} are right "
+        f"Predicted before they were seen: {len(sizes)} CUDA memory figures of {len(publications)} publications, "
+        f"median error {median_error}, 90th percentile {ninety}. Of {len(answers)} outcomes {right} are right "
         f"({fit} fit, {len(answers) - fit} ran out of memory)."
     )
 
 
 def spread_table(rows: Sequence[Row]) -> str:
-    """Return errors of figures of memory: of predicted ones, of parts of them, and with those seen before."""
+    """Return errors of memory figures: of predicted ones, of parts of them, and with those seen before."""
     every = predicted(rows, are_times=False)
     sizes = [row for row in every if row.role is Role.PREDICT]
     largest = max(Counter(row.source for row in sizes).items(), key=lambda item: item[1], default=("", 0))[0]
@@ -57,7 +56,7 @@ def spread_table(rows: Sequence[Row]) -> str:
         "predicted, without means of allocated bytes": [row for row in sizes if row.quantity != RESIDENT],
         "with those seen before": every,
     }
-    headers = ("figures of memory", "number", "median error", "nine in ten within", "largest error")
+    headers = ("memory figures", "count", "median error", "90th percentile", "largest error")
     return table(headers, [[name, *_spread(found)] for name, found in parts.items() if found], MARKDOWN)
 
 
@@ -79,13 +78,13 @@ def predicted(rows: Sequence[Row], *, are_times: bool) -> list[Row]:
 
 
 def by_kind(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return what a picture shows as one: rows of one source and quantity, blind ones or seen ones."""
+    """Group rows as series of a picture: one source and quantity each, blind ones or seen ones."""
     kinds = sorted({(row.source, row.quantity, row.role) for row in rows})
     return [[row for row in rows if (row.source, row.quantity, row.role) == kind] for kind in kinds]
 
 
 def label_of(rows: Sequence[Row]) -> str:
-    """Return what a picture calls figures of one source and quantity."""
+    """Return the label of figures of one source and quantity."""
     first = rows[0]
     seen = ", seen before" if first.role is Role.SEEN else ""
     return f"{first.source}: {first.quantity.replace('_', ' ')} ({len(rows)}{seen})"

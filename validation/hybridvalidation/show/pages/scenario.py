@@ -1,4 +1,4 @@
-"""A scenario's page: what fits, where the memory goes, what it costs in quality, what was stated."""
+"""A scenario's page: fit, memory by class, quality, stated figures."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -34,15 +34,14 @@ _PLANNED: Mapping[str, Callable[[MemoryFigures], str]] = {
 """Columns of the first table, and how a cell is got."""
 _NUM_MAIN = 5
 _TOGETHER = (
-    "Rows about the scenario are judged together: every stack that fits, on all of them; below, such a row has the "
-    "verdict of the stack that comes first: it misses fewest, then holds most. Others are about the stacks that they "
-    "name."
+    "Rows about the scenario are judged together: every stack that fits, on all of them. Each such row below has the "
+    "verdict of the best stack: fewest missed, then most held. Other rows are about the stacks that they name."
 )
 _HOW_QUALITY = (
-    "Executed: small models of the sizes told, trained from the start on the CPU, adapters from where the baseline "
-    "ended, on another text; no figure of this scenario's size. Loss above and top-1 accuracy over those of the "
-    "configuration that it is compared with, means and 95 % intervals over paired seeds; a configuration shares the "
-    "runs of all stacks that compute the same. The ladder has a page of its own."
+    "Executed: small models of the sizes told, trained from the start on the CPU; no figure of this scenario's size. "
+    "Adapters start from where the baseline ended, on another text. Loss above and top-1 accuracy over those of the "
+    "reference configuration, means and 95 % intervals over paired seeds. Stacks that compute the same share a "
+    "configuration's runs. The ladder has a page of its own."
 )
 
 
@@ -109,7 +108,7 @@ def summary_table(run: ScenarioRun, style: str, stacks: Iterable[str] = (), *, o
 
 
 def class_table(run: ScenarioRun, style: str) -> str:
-    """Return where the memory goes: GiB by tensor class at each stack's peak."""
+    """Return GiB by tensor class at each stack's peak."""
     rows = []
     for stack in run.scenario.stacks:
         memory = run.memory(stack)
@@ -191,15 +190,15 @@ def _interval(interval: Interval | None) -> str:
 
 
 def _how(run: ScenarioRun) -> str:
-    """Return how each kind of figure was got."""
+    """Return the evidence of each kind of figure."""
     efficiency, host = efficiency_of(run.scenario.card.resolve()), run.rank_host
     each = " of one rank" if run.scenario.world > 1 else ""
     limit = (
         "" if host.memory_gib is None else f", of {to_gib(int(host.tensor_bytes)):.1f} GiB that the host has for them"
     )
     told = (
-        f"Memory: planned, by a dry run of the trainer on the virtual GPU; host GiB are offloaded tensors{each}, "
-        f"without the process itself{limit}; barely: {MARGIN_TOLD}. "
+        f"Memory: planned, by a dry run of the trainer on the virtual GPU. Host GiB are offloaded tensors{each}, "
+        f"without the process itself{limit}. Barely: {MARGIN_TOLD}. "
         f"Speed: estimated, by a roofline at "
         f"{100 * efficiency.matmul:.0f} % of the card's matmul rate for large products, less for small ones, and "
         f"{100 * efficiency.memory:.0f} % of its bandwidths."

@@ -23,22 +23,19 @@ from hybridvalidation.study.quality import judge_ladder, range_text
 
 _HEADERS = ("target", "stated", "verdict", "evidence", "stack", "record", "because")
 _HOW = (
-    "Of several places a registered study counts first, then a scenario, each of its rows judged on the one stack that "
-    "does best on all rows about it (misses fewest, then holds most), whether or not that holds them all, then single "
-    "stacks; of those that count, the least favourable verdict stands, and the others are told "
-    "behind it. Of the quality ladder its largest finished model size judges, the smaller ones are told. Holds: on the "
-    "kind of evidence that is named, no other. By definition: met whatever a program does. "
-    "Undecided: the difference is smaller than the time model's own error, the mean absolute one of single speeds on "
-    f"cards that it was not fitted on ({100 * TIME_ERROR:.1f} %, no bound; {100 * WAITING_ERROR:.1f} % where "
-    f"{LEAST_WAITING:.0%} of a step or more are spent waiting: before a rule was added, over recorded runs that wait, "
-    "of cards that it was fitted on; a ratio of two speeds takes the same, though recipes of other trainers on one "
-    "card differ by more, as the pages of peers tell), or GB and GiB decide differently: GB of a card are read as GiB, "
-    "as cards are sold. Unproven: no record, or an interval on both "
-    "sides of the bound: of 95 %, of 97.5 % where the quality ladder registers a second interim analysis. Misleading: "
-    "right as it was got, but an average or a part, and what decides misses the bound; the kind of evidence of what "
-    "decides stands behind the figure's own. Where a range is stated and its one end is what a user asks for, that "
-    "end is the bound; a value on its good side and outside of the range is told so: the bound holds, the range "
-    "describes nothing."
+    "Registered studies count first, then scenarios, then single stacks. A scenario's row is judged on the stack "
+    "that does best on all its rows: fewest missed, then most held. The least favourable verdict of those that count "
+    "stands; the others follow it. A quality ladder judges at its largest finished model size; smaller ones are "
+    "told. Holds: on the named kind of evidence only. By definition: met whatever a program does. Undecided: the "
+    "difference is smaller than the time model's own error. That is the mean absolute error of single speeds on "
+    f"held-out cards: {100 * TIME_ERROR:.1f} %, no bound. It is {100 * WAITING_ERROR:.1f} % for steps that wait "
+    f"{LEAST_WAITING:.0%} of their time or more, over recorded runs on fitted cards, before a rule was added. A ratio "
+    "of two speeds takes the same error, though recipes of other trainers on one card differ by more. Undecided too: "
+    "GB and GiB decide differently; GB of a card are read as GiB, as cards are sold. Unproven: no record, or an "
+    "interval on both sides of the bound. The interval is of 95 %, or of 97.5 % where the ladder registers a second "
+    "interim analysis. Misleading: right as it was got, but an average or a part, and what decides misses the bound. "
+    "The evidence of what decides stands behind the figure's own. Of a stated range, the end that a user asks for is "
+    "the bound. A value on its good side but outside the range keeps the bound; the range then describes nothing."
 )
 
 
@@ -48,7 +45,7 @@ def all_targets(results: Results) -> list[Verdict]:
 
 
 def _with_quality(row: Verdict, judged: Comparison | None) -> Verdict:
-    """Say of what holds if a ladder tells its stack to train worse."""
+    """Add a remark to a held figure whose stack trains worse by a ladder."""
     if judged is None or not row.status.is_met or judged.finding is not Finding.WORSE:
         return row
     loss = f"{range_text(judged.interval, '+.4f')} nats{judged.diverged_text}"
@@ -66,7 +63,7 @@ def targets_text(rows: Sequence[Verdict], style: str) -> str:
 
 
 def _record(row: Verdict) -> str:
-    """Return which record shows it, with the place where that is judged if its name does not say so."""
+    """Return the record of a verdict, with the place of its judgement unless the name has it."""
     if not row.record or row.record.startswith(row.place):
         return row.record or row.place or "-"
     return f"{row.place}: {row.record}"

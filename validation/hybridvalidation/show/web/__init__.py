@@ -1,1 +1,1 @@
-"""Everything that records say, as a folder of pages for a browser, that needs no network."""
+"""The report as a folder of HTML pages that needs no network."""

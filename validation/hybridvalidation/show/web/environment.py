@@ -1,4 +1,4 @@
-"""Where all records were made: machines, libraries, programs."""
+"""Environments of all records: machines, libraries, programs."""
 
 import json
 from pathlib import Path

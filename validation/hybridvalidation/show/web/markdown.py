@@ -80,7 +80,7 @@ def _open_table(_renderer: Any, tokens: Sequence[Token], place: int, *_arguments
 
 
 def _mark_cell(token: Token, words: str) -> None:
-    """Say whether a cell is long, and whether it is a verdict."""
+    """Mark long cells, and verdicts."""
     if len(words) > _BREAKS:
         token.attrJoin("class", "long" if len(words) > _LONG else "breaks")
     if words in _VERDICTS:

@@ -1,4 +1,4 @@
-"""The folder: a page for every page of the Markdown report and for every scenario, and what lies over them."""
+"""The HTML site: a page for every page of the Markdown report and every scenario, and an index."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def _card(run: ScenarioRun, results: Results) -> dict[str, object]:
 
 
 class _Writer:
-    """Writes the pages and what they need."""
+    """Writes the pages and their assets."""
 
     def __init__(self, pages: Sequence[Page], cards: Sequence[dict[str, object]], plots: Path, folder: Path) -> None:
         from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  of an extra
@@ -81,7 +81,7 @@ class _Writer:
         self._templates.policies["json.dumps_kwargs"] = exact
 
     def write(self) -> list[Path]:
-        """Write everything; the first path is that of the page to open."""
+        """Write the site; the first path is that of the page to open."""
         from plotly.offline import get_plotlyjs  # noqa: PLC0415  of an extra
 
         targets = next((page for page in self._pages if page.name == _TARGETS), None)
@@ -110,7 +110,7 @@ class _Writer:
         return render(page.text, lambda target: self._locate(target, shown))
 
     def _locate(self, target: str, shown: set[str]) -> str | None:
-        """Return where a link of the Markdown leads within the folder; pictures come along, but for those shown."""
+        """Return the target of a Markdown link within the folder; copy pictures that are not shown."""
         if target.startswith(("https://", "http://", "#")):
             return target
         path = Path(target.partition("#")[0])
