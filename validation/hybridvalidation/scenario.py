@@ -95,7 +95,7 @@ class Scenario:
 
     name: str
     """Records, tables and plots are called after it."""
-    says: str
+    description: str
     """Description in a line."""
     model: ModelSpec
     card: CardSpec

@@ -52,7 +52,7 @@ class Campaign:
     """A fault campaign; one file of ``campaigns/`` holds one."""
 
     name: str
-    says: str
+    description: str
     """The injected fault, and what counts as passed."""
     count: int
     """Attempts of the long form."""

@@ -99,7 +99,7 @@ class PeerFile:
     """``scenarios/peers/NAME.toml``. Omitted keys come from ``scenarios/NAME.toml``, with that file's stacks."""
 
     title: str
-    says: str = ""
+    description: str = ""
     """Common settings of all rows, and remarks."""
     model: ModelSpec | None = None
     card: CardSpec | None = None

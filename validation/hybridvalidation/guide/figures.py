@@ -2,8 +2,8 @@
 
     <!--figure recorded median-->0.47 %<!--/figure-->
 
-A marker names a method of ``Figures`` and its arguments. On lines of its own it encloses a table. Such figures
-are never typed by hand, and ``report --check`` fails where text and records differ.
+A marker has the name of a method of ``Figures`` and the words that it takes; where it stands in lines of its own, so
+does what it is filled with. Nobody types such a figure, and ``report --check`` fails where text and records differ.
 """
 
 import re
@@ -38,10 +38,10 @@ _PAGES = ("README.md", "docs/*.md", "docs/*/*.md")
 
 
 class Figures(Results):
-    """Figures that pages can name, from committed records."""
+    """What pages can name, from committed records."""
 
     def recorded(self, word: str) -> str:
-        """Return the errors of plans against memory peaks measured by others: count, median, ninety or outcomes.
+        """Return how near plans are to peaks of memory that others measured: count, median, ninety or outcomes.
 
         Means of what stays between steps are left out, as they are easier to plan; so is what was seen before planning.
         """
@@ -57,11 +57,11 @@ class Figures(Results):
         })  # fmt: skip
 
     def speed_error(self) -> str:
-        """Return the mean absolute error of estimated speeds on cards left out of the fit."""
-        return f"{100 * time_errors()['leave_one_card_out'].mean_absolute:.0f} %"
+        """Return the mean absolute error of estimated speeds on cards that the model was not calibrated on."""
+        return f"{100 * TIME_ERROR:.0f} %"
 
     def held(self, word: str) -> str:
-        """Return the number of stated figures (``all``), of those that hold, or hold without a remark (``plainly``)."""
+        """Return of the stated figures how many there are (``all``), hold, or hold without a remark (``plainly``)."""
         rows = [row for row in self._judged if row.status is Status.HOLDS]
         counts = {"all": len(self._judged), "hold": len(rows), "plainly": sum(not row.has_remark for row in rows)}
         return _chosen(word, {name: lambda name=name: str(counts[name]) for name in counts})  # type: ignore[misc]
@@ -79,7 +79,7 @@ class Figures(Results):
         return recommendations(self)
 
     def ladder(self, rung: str, word: str) -> str:
-        """Return the parameters of a model size of the quality ladder, or its number of verdicts."""
+        """Return the parameters of a model size of the quality ladder, or how many configurations have a verdict."""
         judged = [found for found in self._ladder if found.size.name == rung]
         number = Counter(found.finding for found in judged)
         told = {finding.value: lambda finding=finding: str(number[finding]) for finding in Finding}
@@ -114,7 +114,7 @@ class Figures(Results):
 
 
 def filled(text: str, figures: Figures, source: str) -> str:
-    """Return a page with every marked figure filled from the records.
+    """Return a page with every marked figure as the records have it.
 
     Raises:
         ConfigError: A marker names no figure, or its words are wrong.
@@ -152,7 +152,7 @@ def fill_pages(root: Path, figures: Figures, *, writes: bool = True) -> list[Pat
 
 
 def check_report(files: ScenarioFiles, folder: Path) -> list[str]:
-    """Return the stale pages and tables that ``report`` would rewrite in a checkout."""
+    """Return what ``report`` would write otherwise than it stands: figures in a checkout's pages, and tables."""
     figures = Figures(files, folder)
     return [path.as_posix() for path in (*fill_pages(folder.parent, figures, writes=False), *stale_pages(figures))]
 

@@ -1,4 +1,4 @@
-"""Training options of a model: the fastest stacks on record, and ``hybridtrain fit`` as a page is built."""
+"""What to train a model with: the fastest stacks on record, and what ``hybridtrain fit`` says as a page is built."""
 
 from hybridtrain.models.hf_config import hf_architectures
 from hybridtrain.reports.fit_report import FitArguments, fit_command
@@ -13,13 +13,13 @@ _ABOUT_OTHERS = {"hybrid", "techniques"}
 
 
 def architectures() -> str:
-    """Return the supported architectures of Hugging Face folders, and their families here."""
+    """Return the architectures of Hugging Face folders that are read, and the families that they are here."""
     rows = [[f"`{name}`", family] for name, family in hf_architectures().items()]
     return table(["`architectures` in config.json", "family"], rows, MARKDOWN)
 
 
 def recommendations(results: Results) -> str:
-    """Return the fastest stack on record that fits, for every scenario about a model on a card, and its cost."""
+    """Return the fastest stack on record that fits, for every scenario about a model on a card, and what it costs."""
     rows = []
     for name in results.files.scenario_names():
         if name in _ABOUT_OTHERS:
@@ -46,11 +46,8 @@ def recommendations(results: Results) -> str:
 
 
 def training_options(model: str, card: str, host_memory: str = "64GiB") -> str:
-    """Return the output of ``hybridtrain fit --quick`` for a model on a card, as Markdown, with the command."""
-    report = fit_command(
-        model=model, card=card, host_memory=host_memory, seq=None, tokens_per_step=None, tokens=100_000_000,
-        methods=("full", "lora", "qlora"), margin=None, confirm=False, write=None, say=lambda _line: None,
-    )  # fmt: skip
+    """Return what ``hybridtrain fit --quick`` says of a model on a card, as Markdown, with the command."""
+    report = fit_command(FitArguments(model=model, card=card, host_memory=host_memory), confirm=False)
     rows = []
     for option in report.options:
         hours = option.hours(report.tokens)

@@ -86,7 +86,7 @@ class Picture:
     title: str
     evidence: str
     """Evidence of its figures, and remarks on them."""
-    says: str
+    description: str
     """The picture in words, for who does not see it."""
     views: Mapping[str, View]
     choice: str = ""

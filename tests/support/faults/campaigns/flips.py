@@ -68,7 +68,7 @@ def _found(states: Path, older: str, told: str) -> tuple[str, str]:
 
 FLIPS: Final = Campaign(
     name="flips",
-    says=(
+    description=(
         "The newer of two checkpoints of each kind of run gets one flipped bit (three in four) or a zeroed page of 4 "
         "KiB, anywhere in its files. Passed: the damage is reported, and the previous checkpoint is loaded."
     ),

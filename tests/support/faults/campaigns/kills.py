@@ -94,7 +94,7 @@ def _once(run: Run, draw: random.Random, seconds: float, num_touches: int, tally
 
 KILLS: Final = Campaign(
     name="kills",
-    says=(
+    description=(
         "Runs of each kind are killed (SIGKILL) up to eight times and resumed, at a random moment or a random access "
         f"to checkpoints. They save every {SAVE_EVERY} steps, beside the following steps. Passed: no saved step is "
         "lost, and of others at most those since the save before the current one. The run ends with the undisturbed "

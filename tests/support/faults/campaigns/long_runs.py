@@ -95,7 +95,7 @@ def _go_on(order: Order) -> Tally:
 
 LONG_RUNS: Final = Campaign(
     name="long-runs",
-    says=(
+    description=(
         f"Runs of each kind take {_STEPS:,} steps and save every {_SAVE_EVERY}; resident memory is sampled every "
         f"{_LOOK_EVERY_S * 1e3:g} ms. Passed: after {_WARM_UP} steps the peak of any {2 * _SAVE_EVERY} steps is "
         f"within {_MOST_GROWTH_BYTES // MIB} MiB of the first one."

@@ -80,7 +80,7 @@ def _once(run: Run, name: str, num_bytes: int, wanted: tuple[object, ...]) -> tu
 
 MEMORY_LIMITS: Final = Campaign(
     name="memory-limits",
-    says=(
+    description=(
         "Runs of each kind, by the command, with a limit of address space or data (RLIMIT_AS, RLIMIT_DATA) at a "
         "random part of a run's need. Passed: the run ends with a message, without traceback, signal or hang. "
         "Resumed without the limit, it ends with the undisturbed run's tensors and losses, to the bit, and no "

@@ -149,7 +149,7 @@ def _ring(_number: int, _frame: object) -> None:
 
 MUTATIONS_CAMPAIGN: Final = Campaign(
     name="mutations",
-    says=(
+    description=(
         "Valid files of every kind that the program reads, damaged by hypothesis in one to four places: bits, "
         "ranges, lines, numbers, texts, nesting of 100 to 100,000. Passed: read, or refused with a message, within "
         f"{LONGEST_S:g} s of CPU time. Audit hooks see no process, no connection and no written file."

@@ -53,7 +53,7 @@ def _resumed(run: Run, is_saved: bool, wanted: tuple[object, ...], told: str) ->
 
 POWER_CUTS: Final = Campaign(
     name="power-cuts",
-    says=(
+    description=(
         "File operations of a run of each kind are recorded: files and names made, moved and removed, and fsync "
         "calls. Disk images are made after a random operation: synced content is there, of all else any part. "
         "Passed: every saved checkpoint is there, and the run resumes from it to the undisturbed run's tensors, to "

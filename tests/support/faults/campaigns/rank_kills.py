@@ -289,7 +289,7 @@ def _num_broken(tally: Tally) -> int:
 
 RANK_KILLS: Final = Campaign(
     name="rank-kills",
-    says=(
+    description=(
         f"Runs on {' and '.join(map(str, _WORLDS))} ranks (gloo), started by the command with torchrun's environment, "
         f"lose one rank up to {_MOST_KILLS} times. It is killed (SIGKILL), or stopped (SIGSTOP, {_STAND_STILL:.0%} of "
         "the times), at a random moment, checkpoint access or collective. The run then resumes, in part on another "

@@ -122,7 +122,7 @@ def _of(run: Run) -> str:
 
 SIGNALS: Final = Campaign(
     name="signals",
-    says=(
+    description=(
         "Runs of each kind, by the command, get SIGINT or SIGTERM up to four times, at a random moment or a random "
         f"access to checkpoints. A third of them get a second one within {_LONGEST_PAUSE_S:g} s. Passed: a signal in "
         "training ends the run after its step, which is saved, with exit code 75. Before and after, and after a "

@@ -78,7 +78,7 @@ def _write(order: Order) -> Tally:
 
 TWO_WRITERS: Final = Campaign(
     name="two-writers",
-    says=(
+    description=(
         "Three processes append twenty records each to one file; a second run begins in the folder of a running one. "
         "Passed: every line is complete. One of the runs ends with the undisturbed run's tensors and losses, to the "
         "bit; the other gets a message, or comes after it."

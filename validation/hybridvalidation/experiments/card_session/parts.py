@@ -121,7 +121,7 @@ def time_limit(part: Part, *, step_s: float, host_bytes: int, remaining_s: float
 
 def _recommended(name: str, model: str, cap_gib: int, *, limit_s: float, profiles: bool = False) -> Part:
     return Part(
-        name=name, says=f"{model} under {cap_gib} GiB, the stack that recommend finds, 131,072 tokens per step",
+        name=name, description=f"{model} under {cap_gib} GiB, the stack that recommend finds, 131,072 tokens per step",
         model=model, cap_gib=cap_gib, seq_len=2048, num_sequences=64, limit_s=limit_s, profiles=profiles,
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ def _largest(name: str, *, micro_batch_size: int, num_micro_batches: int, num_st
     )
     sequences = micro_batch_size * num_micro_batches
     return Part(
-        name=name, says=f"llama-50b under 24 GiB, 110 GiB of host memory, {2048 * sequences:,} tokens per step",
+        name=name, description=f"llama-50b under 24 GiB, 110 GiB of host memory, {2048 * sequences:,} tokens per step",
         model="llama-50b", cap_gib=24, seq_len=2048, num_sequences=sequences, stack=stack, num_steps=num_steps,
         host_gib=110, limit_s=limit_s,
     )  # fmt: skip
