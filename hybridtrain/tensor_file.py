@@ -131,7 +131,7 @@ class TensorFileWriter:
             rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
-        """Let go of the file; the folder that it is part of waits for the disk (``new_folder``)."""
+        """Close the file; its folder waits for the disk (``new_folder``)."""
         self._file.close()
 
 

@@ -120,13 +120,13 @@ class Trainer(PlanEngine):
         self.pass_tied()
 
     def pass_tied(self) -> None:
-        """Let the last stage of a pipeline have the tied matrix as the first one updated it."""
+        """Send the tied matrix, updated by the first stage, to the last stage of a pipeline."""
         if self.stages is not None:
             with self._observer.region(Stage.UPDATE, "head"):
                 self.stages.pass_tied()
 
     def enter_phase(self, phase: Phase) -> None:
-        """Let the plan of ``phase`` be in force: everything is stored, and steps run, as it says.
+        """Switch to the plan of ``phase``: it decides all storage and the course of steps.
 
         What FULL trains comes back to the bit; plans that could not are refused by ``compose``.
         """
@@ -137,14 +137,14 @@ class Trainer(PlanEngine):
         self.phase = phase
 
     def restore_ahead(self) -> None:
-        """Start bringing back what waits elsewhere in PREDICT; the phase stays, and what needs it waits for it."""
+        """Start fetching back state offloaded in PREDICT; the phase stays, and users of the state wait for it."""
         assert self.phase is Phase.PREDICT, "nothing is away in another phase"
         with self._observer.region(Stage.UPDATE, ""):
             self.states.fetch_back()
 
     @contextmanager
     def stored_as(self, phase: Phase) -> Iterator[None]:
-        """Store weights as another phase does for a while; the phase stays."""
+        """Store weights temporarily as another phase does; the phase stays."""
         key = self.border_key(self.steps_done)
         before = self.store_as(phase, key=key)
         yield
@@ -206,7 +206,7 @@ class Trainer(PlanEngine):
         return mean_loss(self._of_head(losses, len(uploaded)), [batch.num_targets for batch in uploaded])
 
     def _of_head(self, losses: Sequence[Tensor], count: int) -> list[float]:
-        """Return losses as numbers: in a pipeline those of the stage that has the head."""
+        """Return losses as numbers; in a pipeline, those of the stage with the head."""
         found = [self.transfer.read(value) for value in losses]
         if self.stages is None:
             return found

@@ -15,7 +15,7 @@ Say = Callable[[str], None]
 
 
 def generation_folder(folder: Path, step: int) -> Path:
-    """Return where the checkpoint after ``step`` goes."""
+    """Return the folder of the checkpoint after ``step``."""
     return folder / f"{_PREFIX}{step:08d}"
 
 
@@ -79,14 +79,14 @@ def thin_out(folder: Path, *, keep_last: int, keep_hourly: int, spare_bytes: int
 
 
 def remove_generation(path: Path) -> None:
-    """Remove one; interrupted, what is left is a partial one, which the next run removes."""
+    """Remove a checkpoint; if interrupted, the next run removes the partial rest."""
     leaving = path.with_name(f".{path.name}.leaving.partial")
     path.replace(leaving)
     shutil.rmtree(leaving, ignore_errors=True)
 
 
 def require_room(folder: Path, num_bytes: int, need: str, advice: str) -> None:
-    """Raise ``DiskSpaceError`` unless so much is free on the folder's disk."""
+    """Raise ``DiskSpaceError`` unless the folder's disk has that many bytes free."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if num_bytes > free:

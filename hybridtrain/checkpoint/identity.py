@@ -26,7 +26,7 @@ _FIXED = ("model", "optimizer.kind", "hybrid", *(name for name in _MEANING if "s
 def settings_of(
     trainer: Trainer, hybrid: HybridTrainer | None, data: Mapping[str, JsonValue] | None
 ) -> dict[str, JsonValue]:
-    """Return everything that tells a run from another, by dotted name."""
+    """Return the settings that identify a run, by dotted name."""
     parts: dict[str, object] = {"": trainer.config, "model": trainer.model.config, _LAYOUT: trainer.plan}
     if hybrid is not None and hybrid.config is not None:
         parts["hybrid"] = hybrid.config
@@ -41,7 +41,7 @@ def differences(
 ) -> tuple[list[str], list[str]]:
     """Compare a checkpoint's settings with those of now; ``allowed`` ones, or groups of them before a dot, may change.
 
-    Returns a sentence for each setting that stands in the way, and a line for each that changes; raises ``ConfigError``
+    Returns a sentence for each setting that must not differ, and a line for each that changes; raises ``ConfigError``
     if no setting has an allowed name.
     """
     allowed, known = tuple(allowed), {**given, **saved}

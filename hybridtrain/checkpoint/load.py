@@ -48,7 +48,7 @@ def load_checkpoint(
     say: Say | None = None,
     allowed: Sequence[str] = (),
 ) -> Generation:
-    """Continue from the newest whole checkpoint: under the same stack the next step is bit-equal to the saved run's.
+    """Resume from the newest intact checkpoint: under the same stack the next step is bit-equal to the saved run's.
 
     Under another stack values are the same wherever it can hold them.
 
@@ -89,7 +89,7 @@ def load_checkpoint(
 
 
 def _same_generation(group: Group, folder: Path, say: Say) -> Generation:
-    """Return the newest whole checkpoint; the first rank sets damaged ones aside before the others look."""
+    """Return the newest intact checkpoint; the first rank sets damaged ones aside before the others look."""
     if group.rank:
         group.gather_numbers([0.0])
     generation = newest_generation(folder, say)
@@ -146,12 +146,12 @@ def _weight_shapes(entry: ParameterEntry) -> list[tuple[tuple[int, ...], torch.d
 
 
 def _codes_of(saved_as: str) -> Int8Codes:
-    """Return how codes of a saved format are read; which of them share a range matters only when writing."""
+    """Return the reader of a saved format's codes; which of them share a range matters only when writing."""
     return Int8Codes(is_symmetric="affine" not in saved_as.split("_"))
 
 
 def _with_tensors(value: JsonValue, files: Files) -> object:
-    """Return the state of a cycle with the tensors that stand in it by name."""
+    """Return the state of a cycle with its named tensors filled in."""
     if isinstance(value, dict):
         if value.keys() == {TENSOR_KEY}:
             name = str(value[TENSOR_KEY])

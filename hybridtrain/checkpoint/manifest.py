@@ -68,7 +68,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything of a checkpoint but the values of tensors, and the three mappings of free form beside it."""
+    """All metadata of a checkpoint, except the three free-form mappings beside it."""
 
     schema: int
     steps_done: int
@@ -109,12 +109,12 @@ class Generation:
 
 
 def write_manifest(folder: Path, manifest: Manifest, content: JsonMapping) -> None:
-    """Write it, beside settings, cycle and extra, into the folder of its tensors."""
+    """Write the manifest, with settings, cycle and extra, into the folder of its tensors."""
     (folder / MANIFEST).write_bytes(_text(content | {"state": encode(manifest)}))
 
 
 def read_generation(folder: Path) -> Generation:
-    """Read a manifest, and nothing of the tensors; raises ``ValueError`` if it is damaged, or of another schema."""
+    """Read a manifest, but no tensors; raises ``ValueError`` if it is damaged, or of another schema."""
     text = (folder / MANIFEST).read_bytes()
     try:
         content = json.loads(text)["content"]
@@ -170,6 +170,6 @@ def _crc32(tensor: FileTensor) -> int:
 
 
 def _text(content: JsonMapping) -> bytes:
-    """Return the whole file: nothing in it may be written otherwise."""
+    """Return the canonical text of the whole file."""
     digest = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": digest, "content": content}, sort_keys=True, indent=1).encode() + b"\n"

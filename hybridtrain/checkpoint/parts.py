@@ -53,7 +53,7 @@ class SavedTensor:
 
 
 def saved_parameters(trainer: Trainer) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:
-    """Return all tensors of parameters and their state, and what they mean; nothing may be on its way."""
+    """Return all tensors of parameters and their state, with their meaning; no copy may be in flight."""
     tensors: list[SavedTensor] = []
     entries: dict[str, ParameterEntry] = {}
     for name, saved_as, weight, state in _parameters(trainer):
@@ -118,7 +118,7 @@ def _weight(
 
 
 def _state(name: str, slot: StateSlot, shape: tuple[int, ...], shards: Shards) -> Iterator[SavedTensor]:
-    """Yield what is stored of a slot."""
+    """Yield the stored tensors of a slot."""
     cuts = _cuts(shards, prod(shape)) if slot.is_elementwise else None
     for number, stored in enumerate(slot.tensors):
         own = name if len(slot.tensors) == 1 else f"{name}/{number}"
@@ -155,7 +155,7 @@ def _of_tensor(flat: Tensor, part: slice, out: Tensor | None) -> Tensor:
 
 
 def _of_tier(stored: Stored, part: slice, out: Tensor | None) -> Tensor:
-    """Read where it lives: what is on disk is never in memory whole."""
+    """Read from where it lives; a tensor on disk is never loaded whole."""
     assert not isinstance(stored, Tensor), "of tensors on the device"
     assert stored.buffer.content is not None, "a dry run has nothing to save"
     with _disable_current_modes():  # host memory is not the ledger's
@@ -172,7 +172,7 @@ def _joined(storage: Split16Master, upper: Read, lower: Read, part: slice, out: 
 def _of_ranks(
     read: Read, dtype: torch.dtype, ranges: list[slice], shards: Shards, part: slice, out: Tensor | None
 ) -> Tensor:
-    """Gather from all ranks what each has of a range."""
+    """Gather each rank's part of a range."""
     group = shards.group
     cuts = [overlap(part, own) for own in ranges]
     longest = max(within.stop - within.start for within, _ in cuts)
@@ -229,7 +229,7 @@ def _of_all_stages(
 
 
 class HostCopies:
-    """Copies of tensors in host memory, made anew at every ``keep`` in the same place."""
+    """Copies of tensors in host memory; every ``keep`` refreshes them in place."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}

@@ -55,7 +55,7 @@ _ALLOWED: Final = (
 
 
 class _LineError(ValueError):
-    """What is wrong with a line, what is allowed, what to do."""
+    """The fault of a line: what is wrong, what is allowed, what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class FileArray(np.memmap[Any, Any]):
     _offset: int
 
     def __array_finalize__(self, owner: Any) -> None:
-        """Let views know the file too."""
+        """Pass the file on to views."""
         super().__array_finalize__(owner)
         for name in ("_opened", "_begin", "_offset"):
             if hasattr(owner, name):
@@ -81,7 +81,7 @@ class FileArray(np.memmap[Any, Any]):
 
 
 def open_array(path: Path, dtype: npt.DTypeLike, *, offset: int = 0) -> npt.NDArray[Any]:
-    """Return the values of a file from a byte offset to its end; raises ``OSError``: it cannot be read."""
+    """Return the values of a file from a byte offset to its end; raises ``OSError`` if it cannot be read."""
     opened = _Opened(path)
     size = (opened.state()[0] - offset) // np.dtype(dtype).itemsize
     if not size:

@@ -112,7 +112,7 @@ def holds_json(path: Path) -> bool:
 
 
 def json_kind(path: Path) -> Kind | str:
-    """Return how a .json file holds documents, or why it holds none; raises ``DataError``: it is too large."""
+    """Return the document layout of a .json file, or the reason for none; raises ``DataError`` if it is too large."""
     try:
         value = _json_value(path)
     except (RecursionError, ValueError) as error:

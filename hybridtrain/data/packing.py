@@ -41,7 +41,7 @@ class EncodedDocuments:
 
     @property
     def num_documents(self) -> int:
-        """How many there are."""
+        """The number of documents."""
         return int(self.ends.size)
 
 

@@ -141,7 +141,7 @@ _compiled: Final = lru_cache(maxsize=4)(_Compiled)
 
 
 def _answer(request: Mapping[str, Any]) -> Mapping[str, object]:
-    """Return the texts that were asked for, or what is wrong."""
+    """Return the requested texts, or the fault."""
     fault = "syntax"
     try:
         _limit_time()
@@ -162,7 +162,7 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, object]:
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer requests until standard input ends."""
     sys.path[:] = json.loads(sys.stdin.buffer.readline())
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_AS, MOST_BYTES)

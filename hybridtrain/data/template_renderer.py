@@ -103,7 +103,7 @@ class _Process:
         return self._running
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         running, self._running = self._running, None
         if running is not None and self._owner == os.getpid():
             with running:

@@ -254,7 +254,7 @@ def _counted(encoded: Encoded, spans: Iterable[tuple[int, int]]) -> npt.NDArray[
 def _tell_share(
     config: DataConfig, train: EncodedDocuments, validation: EncodedDocuments | None, say: Say
 ) -> None:  # fmt: skip
-    """Say where a share is held out that is far from what was asked for: by more than half of it."""
+    """Report a held-out share that differs from the requested one by more than half of it."""
     percent = config.held_out_percent
     if config.validation is not None or not percent:
         return

@@ -19,7 +19,7 @@ def block_work(
     block: nn.Module, do: Callable[[], tuple[Tensor, ...]], hidden_BTD: Tensor, documents: Documents | None,
     balance: BalanceLoss | None, *more: bool,
 ) -> Work:  # fmt: skip
-    """Return a forward pass of a block, which ``do`` does; ``more`` says how.
+    """Return a forward pass of a block, done by ``do``; ``more`` holds its further settings.
 
     Memory that coded matrices share is looked at again in the backward pass.
     """
@@ -47,7 +47,7 @@ class _SharedMatrix:
         return next((i for i, widen in enumerate(self._widenings()) if widen.is_done), -1)
 
     def restore(self, mark: Hashable) -> None:
-        """Take the values of another matrix to be there."""
+        """Restore which matrix has its values in the shared memory."""
         for number, widen in enumerate(self._widenings()):
             widen.pretend(is_done=number == mark)
 
@@ -59,7 +59,7 @@ class _SharedMatrix:
 
 
 def block_key(block: nn.Module) -> Hashable:
-    """Return the key of all that a block does with an input: parts, settings, layouts; None: it cannot be told."""
+    """Return the hashable state key of a block's work: parts, settings, layouts; None: there is none."""
     found: list[Hashable] = []
     for path, module in block.named_modules():
         held = vars(module)

@@ -28,7 +28,7 @@ class Executor(ModelRun):
     """Runs forward and backward passes of one model under one plan; gradients end up in ``grads``."""
 
     def enter(self, plan: PhasePlan, weights: WeightStore, *, runs_backward: bool) -> None:
-        """Go on under another plan, between two steps; without backward passes the stores for them are left alone."""
+        """Switch to another plan between two steps; without backward passes their stores are left alone."""
         self.plan, self.weights = plan, weights
         self.arrange(plan)
         if not runs_backward:

@@ -65,11 +65,11 @@ class ModelRun:
         ] + [range(block, block + 1) for block in range(self.first_kept, stop)]
 
     def new_boundaries(self) -> BoundaryStore:
-        """Return an empty store as the plan says."""
+        """Return an empty store according to the plan."""
         return BoundaryStore(self.plan.boundary.placement, self.copies, by_micro_batch=not self.part.is_whole)
 
     def new_grads(self) -> GradStore:
-        """Return an empty store as the plan says."""
+        """Return an empty store according to the plan."""
         return GradStore(self.model.units(), self.plan, self._shards, wants_norm=self._wants_norm)
 
     def waves(self, group: range) -> list[range]:

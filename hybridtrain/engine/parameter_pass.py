@@ -211,7 +211,7 @@ class ParameterPass:
         return [Entry.of(unit, i, state, grads[i] if grads else None) for i, state in enumerate(states)]
 
     def _acquired(self, task: _Task, unit: Unit) -> list[Entry]:
-        """Return a unit's parameters; moments that never were are made only where someone looks at them."""
+        """Return a unit's parameters; missing moments are created only where the pass reads them."""
         wants_moments = task.update is not None or bool(task.second_names)
         if wants_moments or task.settings.uses_extra:
             states = self._states.acquire(unit, wants_moments=wants_moments)
@@ -330,7 +330,7 @@ class ParameterPass:
         self._weights.write_back(unit.name)
 
     def _run_on_host(self, task: _Task, unit: Unit) -> None:
-        """Let the processor work on whole parameters of a unit once what it reads has arrived."""
+        """Run the pass on the CPU, on whole parameters of a unit, once its inputs have arrived."""
         entries = [entry for group in self._groups(task, unit) for entry in group]
         arrive: list[Stored | None] = [entry.grad for entry in entries]
         num_bytes = sum(grad.numel() * grad.dtype.itemsize for grad in arrive if grad is not None)

@@ -23,7 +23,7 @@ def require_ranks(group: Group, plan: MemoryPlan, optimizer: Optimizer, num_bloc
 
 
 def require_agreement(group: Group, device: torch.device, given: Mapping[str, JsonValue]) -> None:
-    """Refuse settings, by names that tell a user what to change, that are not alike on all ranks, which all ask.
+    """Refuse settings that differ between ranks, named by what a user would change; every rank must call this.
 
     Raises:
         ConfigError: a fault for each name, with the values of the ranks.

@@ -24,7 +24,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Values beyond which a guarded step is refused before it is applied."""
+    """Limits of loss and gradient norm; a guarded step beyond them is refused before it is applied."""
 
     loss: float
     grad_norm: float

@@ -236,7 +236,7 @@ class StepVisit:
             self._finish("embedding")
 
     def _enter(self, micro_batch: int) -> None:
-        """Begin with the embedding, or with what the stage before gives."""
+        """Begin with the embedding, or with the previous stage's output."""
         run = self._run
         if run.balanced is not None:
             self._balance[micro_batch] = self._new_balance(micro_batch, run.balanced)
@@ -247,7 +247,7 @@ class StepVisit:
             self._hidden[micro_batch] = self._receive(micro_batch, -1)
 
     def _leave(self, micro_batch: int) -> None:
-        """End with the embedding, or give gradients to the stage before, that of a tied matrix to the first one."""
+        """End with the embedding, or send gradients to the previous stage, that of a tied matrix to the first one."""
         run = self._run
         if run.part.has_embedding:
             self._embed_backward(micro_batch)
@@ -259,9 +259,9 @@ class StepVisit:
                 run.copies.send(self._own_tied_grad(micro_batch), 0)
 
     def _send(self, tensor: Tensor, micro_batch: int, step: int) -> None:
-        """Start giving a tensor to another stage, and with it what was counted for the load-balancing loss.
+        """Start sending a tensor to another stage, with the counts for the load-balancing loss.
 
-        In one message: a second one would wait for the first, while the other stage may wait to be heard itself.
+        Both go in one message: a second send would wait for the first, while the other stage may wait to send itself.
         """
         tensor = tensor.contiguous()
         if micro_batch in self._balance:

@@ -105,7 +105,7 @@ class PhaseController(Stateful):
         self.state.num_jumps += 1
 
     def judge_block(self, loss: float, high: float) -> None:
-        """Take in the mean loss of a block of true steps, and its forecast's upper bound.
+        """Judge the mean loss of a block of true steps by its forecast's upper bound.
 
         One block in twenty ends above a good bound by chance: only the second one in a row has consequences.
         """
@@ -135,7 +135,7 @@ class PhaseController(Stateful):
         return rise > limit
 
     def note_rollback(self, steps_done: int) -> None:
-        """Become careful after a jump was taken back."""
+        """Lower the strength after a jump was undone."""
         self.state.scale = max(_SMALLEST_SCALE, self.state.scale / 2)
         self.state.calm_until = steps_done + _CALM_STEPS
         self.state.correct_left = 0

@@ -182,7 +182,7 @@ class HybridTrainer(Stateful):
         )  # fmt: skip
 
     def _slow_step(self, controller: PhaseController, number: int) -> tuple[SlowStep | None, bool]:
-        """Return what the update does for the predictor, and whether it jumps."""
+        """Return the update's hook for the predictor, and whether it jumps."""
         config, plans = self._config, self.trainer.memory_plan
         fuses = (  # nothing has to happen between an update and the next jump
             config.fuse
@@ -197,7 +197,7 @@ class HybridTrainer(Stateful):
         return self.predictor.slow_step(number, steps), steps > 0
 
     def _probes(self, controller: PhaseController) -> bool:
-        """Return whether the next jump is judged by the loss of a probe batch."""
+        """Return whether a probe batch's loss judges the next jump."""
         config = self._config
         is_due = controller.state.num_jumps % config.probe_every == 0
         return config.searches or config.monitor == "every_step" or (config.monitor == "probe" and is_due)
@@ -236,7 +236,7 @@ class HybridTrainer(Stateful):
         return done, False
 
     def _predict(self, controller: PhaseController) -> HybridResult:
-        """Jump on its own: state may be elsewhere, probes may be wanted."""
+        """Make a separate jump: state may be offloaded, probes may be needed."""
         trainer, number = self.trainer, self.trainer.steps_done
         steps = self._steps_of_jump(controller, number, controller.state.block_steps)
         trainer.enter_phase(Phase.PREDICT)
@@ -292,7 +292,7 @@ class HybridTrainer(Stateful):
         return Jump(self.trainer.steps_done, made, self._last_lr, rms, len(jumps) if probe else 0), loss
 
     def undo(self) -> None:
-        """Take the last jump back: by computing it again, or from the copy; only before another true step."""
+        """Undo the last jump, by recomputing it or from the copy; only before another true step."""
         assert self._pending is not None, "there is a jump to take back"
         if self._rollback is not None:
             self._rollback.fetch_back()
@@ -318,7 +318,7 @@ class HybridTrainer(Stateful):
         return self.config
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where a saved run was; raises ``ConfigError`` if the state is damaged, or of another version.
+        """Restore the state of a saved run; raises ``ConfigError`` if it is damaged, or of another version.
 
         A copy for rollback is not saved: its jump can no longer be taken back.
         """

@@ -17,7 +17,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class RollbackCopy:
-    """What is stored of every weight and its master, once more, in host memory; raises ``HostMemoryError``."""
+    """A host copy of every stored weight and its master weight; raises ``HostMemoryError``."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

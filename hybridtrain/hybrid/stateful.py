@@ -27,11 +27,11 @@ class Stateful:
     _state: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> State:
-        """Return copies of all that the next call depends on."""
+        """Return copies of all state that the next call depends on."""
         return {name.lstrip("_"): _saved(getattr(self, name)) for name in self._state_names()}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore what an object with the same arguments saved; raises ``ValueError`` with the path of a bad value."""
+        """Restore the state of an object with equal arguments; raises ``ValueError`` naming the path of a bad value."""
         hints = get_type_hints(type(self))
         for name in self._state_names():
             own = getattr(self, name)

@@ -113,7 +113,7 @@ class LossWatch(Stateful):
         return read_moments(trainer, done) if isinstance(self.forecaster, EnsembleForecaster) else None
 
     def load_state_dict(self, state: State) -> None:
-        """Take over a state; what forecasts is no part of the card's memory."""
+        """Restore a state; forecasters are not counted in the card's memory."""
         with _disable_current_modes():
             super().load_state_dict(state)
 

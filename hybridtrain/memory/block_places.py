@@ -52,7 +52,7 @@ class WeightSlot:
 
     @classmethod
     def new(cls, copies: CopyEngine, num_bytes: int, name: str, block: int | None = None) -> "WeightSlot":
-        """Return one with memory of its own."""
+        """Return a slot with memory of its own."""
         return cls(copies.empty((num_bytes,), torch.uint8, TensorClass.WEIGHT, name), block)
 
 
@@ -101,7 +101,7 @@ class BlockPlaces:
         return block in self._buffers
 
     def make_room(self, block: int) -> WeightSlot:
-        """Make the memory in which a block is stored; return its place on the device."""
+        """Allocate the memory of a block's stored weights; return its place on the device."""
         name = f"block.{block}"
         if block in self._ranks:
             size = self._buffer_layout.num_bytes
@@ -111,7 +111,7 @@ class BlockPlaces:
         return self._homes[block]
 
     def give_up(self, block: int) -> None:
-        """Give a block's memory back; it is not asked for again."""
+        """Release a block's memory for good."""
         self._homes.pop(block, None)
         if block in self._buffers:
             self._copies.release(self._buffers.pop(block))
@@ -138,13 +138,13 @@ class BlockPlaces:
         return [*self.layout.grouped(TierTensor.of(buffer, field) for field in self._buffer_layout.fields)]
 
     def plan_visits(self, visits: Sequence[Visit]) -> None:
-        """Say which blocks will be asked for, in order, so that they can be fetched ahead."""
+        """Plan the order of coming blocks, so that they can be prefetched."""
         before = [None, *(visit.block for visit in visits)]
         self._visits = [visit for visit, last in zip(visits, before, strict=False) if visit.block != last]
         self._position = -1
 
     def load(self, visit: Visit, wanted: Holds = Holds.WHOLE) -> WeightSlot:
-        """Return the place of a block once it holds what is stored; of one that is cut, as much as is wanted."""
+        """Return the place of a block once its stored weights are there; of a sharded block, the wanted part."""
         block, following = visit.block, self._position + 1
         if self._position < 0 or self._visits[self._position].block != block:
             is_planned = following < len(self._visits) and self._visits[following].block == block
@@ -171,7 +171,7 @@ class BlockPlaces:
         return self.layout.views(slot.flat)
 
     def write_back(self, block: int) -> None:
-        """Store what was changed of a block on the device, where it waits below."""
+        """Write a block's changes on the device back to the tier below it."""
         if block not in self._buffers:
             return
         slot = self._slot(block)

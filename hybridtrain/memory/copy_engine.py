@@ -59,7 +59,7 @@ class CopyEngine:
         return TierBuffer(placement, size, tensor_class, content)
 
     def release(self, buffer: TierBuffer) -> None:
-        """Give a buffer back."""
+        """Release a buffer."""
         if buffer.placement is Placement.DISK:
             self.transfer.finish()  # a file goes at once
         self.transfer.tiers.leave(buffer.placement, buffer.num_bytes, buffer.tensor_class)
@@ -85,7 +85,7 @@ class CopyEngine:
         return ticket
 
     def exchange(self, collective: Callable[[Tensor, Tensor], None], target: Tensor, source: Tensor) -> None:
-        """Let a collective of the group fill ``target``; what the compute queue is given next waits for it."""
+        """Fill ``target`` by a collective of the group; later work of the compute queue waits for it."""
         op = self.observer.work(Lane.LINK, max(target.nbytes, source.nbytes), [self.observer.mark()])
         collective(target, source)
         self.observer.join(op)
@@ -98,30 +98,30 @@ class CopyEngine:
             return Gather(op, target, self.group.begin_all_gather(target, source))
 
     def end(self, gather: Gather) -> None:
-        """Let what the compute queue is given next wait for a gather."""
+        """Make later work of the compute queue wait for a gather."""
         self.observer.join(gather.op)
         gather.end()
 
     def send(self, source: Tensor, rank: int) -> None:
-        """Start giving a tensor to another rank, once the one before has arrived there; it is held until then."""
+        """Start sending a tensor to another rank once the previous one has arrived there; it is held until then."""
         self.wait_sent(rank)
         op = self.observer.work(Lane.LINK, source.nbytes, [self.observer.mark()])
         self._sent[rank] = (op, self.group.send(source, rank), source)
 
     def wait_sent(self, rank: int) -> None:
-        """Wait for what is on its way to a rank before its memory can be used again."""
+        """Wait for sends to a rank before their memory is reused."""
         if rank in self._sent:
             op, wait, _ = self._sent.pop(rank)
             self.observer.join(op)
             wait()
 
     def finish_sends(self) -> None:
-        """Wait for all that is on its way to other ranks."""
+        """Wait for all sends to other ranks."""
         for rank in tuple(self._sent):
             self.wait_sent(rank)
 
     def receive(self, target: Tensor, rank: int) -> None:
-        """Fill a tensor with what another rank gives; what the compute queue is given next waits for it."""
+        """Receive a tensor from another rank; later work of the compute queue waits for it."""
         op = self.observer.work(Lane.LINK, target.nbytes, [self.observer.mark()])
         self.group.receive(target, rank)
         self.observer.join(op)
@@ -131,7 +131,7 @@ class CopyEngine:
         return Ticket(self.observer.mark(), self.transfer.mark())
 
     def wait(self, ticket: Ticket) -> None:
-        """Let what the compute queue is given next wait for ``ticket``."""
+        """Make later work of the compute queue wait for ``ticket``."""
         self.observer.join(ticket.op)
         self.transfer.wait(ticket.event)
 

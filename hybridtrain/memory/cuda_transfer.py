@@ -63,7 +63,7 @@ class _Lane:
         return self._held[0][0] if len(self._held) > _MOST_HELD else None
 
     def release(self, number: int) -> None:
-        """Let go of the tensors of all copies up to a number."""
+        """Release the tensors of all copies up to a number."""
         while self._held and self._held[0][0].number <= number:
             self._held.popleft()
 
@@ -95,7 +95,7 @@ class _Staging:
         self._busy.append((use, buffer))
 
     def close(self) -> None:
-        """Unpin everything; no use may be under way."""
+        """Unpin all buffers; none may be in use."""
         for buffer in [*self._free, *(buffer for _, buffer in self._busy)]:
             buffer.close()
         self._free.clear()
@@ -155,7 +155,7 @@ class CudaTransfer(DirectTransfer):
         return event
 
     def wait(self, event: object) -> None:
-        """Let the compute stream wait; a file's content is sent to the device first."""
+        """Make the compute stream wait; a file's content is sent to the device first."""
         if isinstance(event, _PendingRead):
             if event.copy is None:
                 event.content.result()
@@ -244,7 +244,7 @@ class CudaTransfer(DirectTransfer):
         return copy
 
     def _release(self, copy: _Copy) -> None:
-        """Let go of what the compute stream may have again, now that it comes after ``copy``."""
+        """Release the tensors that the compute stream may reuse, now that it waits for ``copy``."""
         if copy.is_in:
             self._in.release(copy.number)
         self._out.release(copy.num_out)
@@ -278,6 +278,6 @@ def _wait_over(use: "Future[None] | torch.cuda.Event") -> None:
 def open_transfer(
     device: torch.device, *, disk_folder: Path | None = None, host_limit_bytes: int | None = None
 ) -> Transfer:
-    """Return the way to a device: streams for a CUDA card, copies done at once for the CPU."""
+    """Return the transfer of a device: streams for a CUDA card, immediate copies for the CPU."""
     kind = CudaTransfer if device.type == "cuda" else DirectTransfer
     return kind(device, disk_folder=disk_folder, host_limit_bytes=host_limit_bytes)

@@ -57,7 +57,7 @@ class GradStore:
         self._arriving: dict[str, list[Ticket]] = {}
 
     def prefetch(self, unit: str) -> None:
-        """Start bringing back the sum of earlier visits, if there is one."""
+        """Start prefetching the sum of earlier visits, if there is one."""
         if unit in self._away:
             self._grads[unit], self._arriving[unit] = [], []
         for stored in self._away.pop(unit, ()):
@@ -126,7 +126,7 @@ class GradStore:
             return norm
 
     def are_finite(self, units: Sequence[str] | None = None) -> bool:
-        """Return whether the gradients of units, all by default, are numbers; after their last visit. Waits for them.
+        """Return whether the gradients of units, all by default, are finite after their last visit; waits for them.
 
         With norms those tell it, until ``norm`` was asked for.
         """
@@ -140,7 +140,7 @@ class GradStore:
         return self._shards.agree(True)
 
     def non_finite(self, units: Sequence[str] | None = None) -> tuple[str, ...]:
-        """Return the names of parameters whose gradients are held and are no finite numbers; reads all of them."""
+        """Return the names of parameters whose held gradients are not finite; reads all of them."""
         self._copies.transfer.finish()
         names: list[str] = []
         with _disable_current_modes():
@@ -165,7 +165,7 @@ class GradStore:
         return padded(min(tensor.numel(), num_elements) * tensor.dtype.itemsize)
 
     def drop(self) -> None:
-        """Forget everything, as after a step that must not be applied."""
+        """Drop everything, as after a refused step."""
         for held in (self._grads, self._added, self._sums, self._norms, self._is_finite, self._away):
             held.clear()
         for tickets in self._arriving.values():
@@ -175,7 +175,7 @@ class GradStore:
         self._finish_leaving()
 
     def release(self) -> None:
-        """Forget everything and give the memory below the device back."""
+        """Drop everything and release the memory below the device."""
         self.drop()
         while self._buffers:
             self._copies.release(self._buffers.popitem()[1])

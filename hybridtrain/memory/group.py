@@ -46,16 +46,16 @@ class Group:
         """Fill row i of ``target``, (world, n), with the ``source``, (n,), of rank i."""
 
     def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Start ``all_gather``; return what lets the compute queue wait for its end, before which both are its own."""
+        """Start ``all_gather``; return a function that makes the compute queue wait until both tensors are free again."""
         self.all_gather(target, source)
         return lambda: None
 
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
-        """Start giving a tensor to another rank; return what waits until it may change."""
+        """Start sending a tensor to another rank; return a function that waits until it may change."""
         return lambda: None
 
     def receive(self, target: Tensor, rank: int) -> None:
-        """Fill a tensor with what another rank gives; in the order in which that rank gives to this one."""
+        """Receive a tensor from another rank, in the order in which that rank sends."""
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return the numbers of all ranks, as many of each, in the order of ranks; as it stands all say the same."""
@@ -80,11 +80,11 @@ class DirectGroup(Group):
         target.view(-1).copy_(source)
 
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
-        """There is nobody to give to."""
+        """Refuse: there is no other rank."""
         raise AssertionError("one process is no stage of several")
 
     def receive(self, target: Tensor, rank: int) -> None:
-        """There is nobody to get from."""
+        """Refuse: there is no other rank."""
         self.send(target, rank)
 
 
@@ -194,7 +194,7 @@ class TorchGroup(Group):
     def _start(
         self, collective: Callable[..., object], target: Tensor, source: Tensor, **settings: bool
     ) -> Callable[[], None]:
-        """Call a collective on flat tensors; return what waits for it if it is asynchronous, and fills ``target``."""
+        """Call a collective on flat tensors; return a function that waits for it and fills ``target``."""
         with self._told():
             # gloo's thread lets go of tensors when it comes to it, and then no two ledgers would be the same.
             got, given = (target, source) if self._on_cuda else (torch.empty_like(target), source.clone())
@@ -212,7 +212,7 @@ class TorchGroup(Group):
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Turn what torch says of other ranks into ours; no ledger sees what is done."""
+        """Convert torch's errors about other ranks to ``RankError``; no ledger sees the work inside."""
         try:
             with _disable_current_modes():  # as copies between tiers: the ledger is told of it by who asks
                 yield
@@ -241,7 +241,7 @@ def gather_texts(group: Group, device: torch.device, text: str) -> list[str]:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Call, for so long at most.
+    """Call a function with a timeout.
 
     It runs in a thread of its own, which nobody waits for where it takes longer: torch has waits without an end.
 

@@ -41,7 +41,7 @@ class Stages(Shards):
 
     @torch.no_grad()
     def pass_tied(self) -> None:
-        """Give a tied matrix, which the first stage updates, to the last one."""
+        """Send a tied matrix, which the first stage updates, to the last stage."""
         part, last = self._model.part, self.group.world - 1
         if not self._model.config.tied:
             return

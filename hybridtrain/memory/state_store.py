@@ -186,7 +186,7 @@ class StateStore:
         return self.settled(unit.name)
 
     def settled(self, unit: str) -> list[ParameterState]:
-        """Return the states of a unit once nothing of them is on its way; they may not exist yet."""
+        """Return the states of a unit once all their copies have finished; they may not exist yet."""
         states = self._states[unit]
         for state in states:
             while state.arriving:
@@ -238,7 +238,7 @@ class StateStore:
 
     @torch.no_grad()
     def store_away(self, moments: Cell, master: Cell | None, *, step: int) -> None:
-        """Give up the device memory of optimizer state and master as the cells of the new phase say.
+        """Move optimizer state and master weights off the device according to the new phase's cells.
 
         Args:
             moments: Placement HOST or DROPPED, or codec INT8_BLOCKS; anything else leaves them.
@@ -269,7 +269,7 @@ class StateStore:
 
     @torch.no_grad()
     def fetch_back(self) -> None:
-        """Start bringing everything back, in the order in which an update asks for it; it waits for what it needs."""
+        """Start fetching everything back in the order of updates, each of which waits for its own state."""
         for state, unit in self._away:
             for slot in state.slots:
                 count, shape = state.parameter.numel(), tuple(state.parameter.shape)
@@ -284,7 +284,7 @@ class StateStore:
         self._master_is_away = False
 
     def leave_master(self) -> None:
-        """Leave the master where it is; it moves with the weights."""
+        """Keep the master weights in place; they move with the weights."""
         self._master_is_away = False
 
     def _resident(self) -> Iterator[tuple[str, ParameterState]]:

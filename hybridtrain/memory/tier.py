@@ -51,7 +51,7 @@ class TierAccount:
         self._by_class[placement, tensor_class] += num_bytes
 
     def leave(self, placement: Placement, num_bytes: int, tensor_class: TensorClass) -> None:
-        """Count a buffer no more."""
+        """Remove a buffer from the account."""
         self._live[placement] -= num_bytes
         self._by_class[placement, tensor_class] -= num_bytes
 
@@ -74,7 +74,7 @@ class Bytes(Protocol):
         """Write ``source``, contiguous on the CPU, at ``offset`` bytes."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
 
 class HostBytes:
@@ -134,7 +134,7 @@ def _unpin(address: int) -> None:
 
 
 def available_host_bytes() -> int | None:
-    """Return the memory that the system says new programs can have, None where it does not say."""
+    """Return the system's available memory for new programs, None where it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -143,7 +143,7 @@ def available_host_bytes() -> int | None:
 
 
 def has_room_for_threads(count: int = 1) -> bool:
-    """Return whether this process can have the memory of more threads: their stacks, heaps and first frames.
+    """Return whether memory remains for more threads: their stacks, heaps and first frames.
 
     One that gets none dies before its first line, and ``Thread.start`` waits for it forever.
     """

@@ -66,7 +66,7 @@ class MatrixSlot:
         """Of the matrix whose values are there; None once codes have changed."""
 
     def values(self, stored: StoredWeight, shape: tuple[int, ...], dtype: torch.dtype) -> Values:
-        """Return the place of a matrix' values, and what brings them there; vectors are where they are stored."""
+        """Return the place of a matrix' values and the rule that fills it; vectors are used where they are stored."""
         if len(stored) == 1:
             return stored[0], None
         view = self._flat[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
@@ -150,7 +150,7 @@ def bind(block: nn.Module, names: Sequence[str], values: Sequence[Values]) -> No
 
 
 def rebind(parameters: Iterable[nn.Parameter], values: Sequence[Values]) -> None:
-    """Let parameters be ``values`` from now on; everyone who knows them goes on knowing them."""
+    """Replace the parameters' data by ``values``; references to the parameters stay valid."""
     for parameter, (view, widen) in zip(parameters, values, strict=True):
         parameter.data = view.data
         set_widening(parameter, widen)

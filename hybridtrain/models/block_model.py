@@ -97,7 +97,7 @@ class BlockModel(nn.Module):
         self.head = head
 
     def compute_attention(self, attention: AttentionFunction) -> None:
-        """Let every block compute attention by this function from now on."""
+        """Set the attention function of every block."""
         for block in self.blocks:
             setattr(block, "attention", attention)  # noqa: B010  nn.Module is typed for tensors and modules alone
 

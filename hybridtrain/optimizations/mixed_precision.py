@@ -15,7 +15,7 @@ ComputeDtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision(Optimization):
-    """Store and compute weights in 16 bits, and say what the optimizer updates.
+    """Store and compute weights in 16 bits, and choose the values that the optimizer updates.
 
     float16 has a loss scale that adapts itself; bfloat16, with the range of float32, needs none.
     """

@@ -363,7 +363,7 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
 
 
 def _rank_faults(plan: PhasePlan) -> Iterator[str]:
-    """Yield a sentence for what cannot be cut among ranks, or into stages."""
+    """Yield a sentence for each plan value that cannot be sharded or split into stages."""
     if plan.zero_stage and plan.update_on is UpdateDevice.HOST:
         yield "zero_stage: the processor updates whole parameters; set optimizer_offload's update_on = 'device'."
     if plan.zero_stage and plan.dynamic_range is DynamicRange.TENSOR:
@@ -398,7 +398,7 @@ def _rank_faults(plan: PhasePlan) -> Iterator[str]:
 
 
 def _adapter_faults(plan: PhasePlan) -> Iterator[str]:
-    """Yield a sentence for what adapters cannot do."""
+    """Yield a sentence for each plan value that adapters do not support."""
     if plan.linear is LinearKind.TERNARY:
         yield "linear: bitnet trains the matrices themselves, lora freezes them; drop one of them."
     if plan.static_scales:
@@ -432,7 +432,7 @@ def weight_storage(plan: PhasePlan) -> tuple[object, ...]:
 
 
 def border_faults(full: PhasePlan, other: PhasePlan, phase: Phase) -> Iterator[str]:
-    """Yield what cannot change between FULL and ``phase``, one sentence each."""
+    """Yield a sentence for each value that must not change between FULL and ``phase``."""
     for name in _SAME_EVERYWHERE if phase is Phase.PREDICT else _SAME_IN_STEPS:
         if getattr(other, name) != getattr(full, name):
             yield (

@@ -25,7 +25,7 @@ class MetricLogger(Protocol):
         ...
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush remaining metrics."""
         ...
 
 

@@ -100,7 +100,7 @@ class IntervalCalibrator(Stateful):
         self._scores = {}
 
     def observe(self, step: int, loss: float, lr: float) -> None:
-        """Let pending forecasts see one true step; score those that end with it."""
+        """Add one true step to pending forecasts; score those that end with it."""
         still = []
         for pending in self._pending:
             pending.seen_lr_sum += lr
@@ -116,7 +116,7 @@ class IntervalCalibrator(Stateful):
         self._pending = still
 
     def factor(self, horizon: int) -> float:
-        """Return how many of the model's standard deviations cover 90 % at this horizon."""
+        """Return the number of the model's standard deviations that cover 90 % at this horizon."""
         scores = self._scores.get(_bucket(horizon), [])
         if len(scores) < _FEWEST_SCORES:
             scores = [score for bucket in sorted(self._scores) for score in self._scores[bucket]]
@@ -131,7 +131,7 @@ class IntervalCalibrator(Stateful):
         self._pending.append(_Pending(last - window + 1, last, mean, scale, len(future_lrs), sum(future_lrs)))
 
     def drop_pending(self) -> None:
-        """Forget forecasts whose steps are not over: something happened that no forecast is about."""
+        """Drop forecasts whose steps are not over, as after an event that they do not cover."""
         self._pending = []
 
 

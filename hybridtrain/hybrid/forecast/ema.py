@@ -18,7 +18,7 @@ _FEWEST_STEPS = 20
 
 
 def damped_reach(horizon: float) -> float:
-    """Return how many times the trend the level moves in ``horizon`` steps: phi + ... + phi^h."""
+    """Return the level's movement in ``horizon`` steps, in units of the trend: phi + ... + phi^h."""
     return _DAMPING * (1 - math.pow(_DAMPING, horizon)) / (1 - _DAMPING)
 
 

@@ -63,7 +63,7 @@ def evaluate_forecasters(
 def _run(
     forecaster: Forecaster, signals: Sequence[TrainingSignal], horizons: Sequence[int], window: int
 ) -> Iterator[tuple[int, LossForecast, float]]:
-    """Yield the horizon of each forecast, it, and what came of it."""
+    """Yield the horizon of each forecast, the forecast, and the loss it came to."""
     for index, signal in enumerate(signals, start=1):
         forecaster.observe(signal)
         if index < FIRST_STEP or index % EVERY:

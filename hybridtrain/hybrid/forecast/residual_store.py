@@ -39,7 +39,7 @@ class ResidualStore(Stateful):
         """Row of the next entry."""
 
     def __len__(self) -> int:
-        """Return how many entries are stored."""
+        """Return the number of stored entries."""
         return len(self._residuals_N)
 
     def add(self, features: Sequence[float], residual: float) -> None:

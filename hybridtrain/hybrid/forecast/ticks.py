@@ -156,7 +156,7 @@ class TickReplay(Stateful):
         return self._actions(log_lrs, torch.zeros_like(log_lrs), torch.arange(1.0, num_ticks + 1))
 
     def _actions(self, log_lrs: Tensor, predicted: Tensor, elapsed: Tensor) -> Tensor:
-        """Return what is done in consecutive ticks, (..., ticks - 1, 4), from the mean ln lr and the steps jumped.
+        """Return the actions of consecutive ticks, (..., ticks - 1, 4), from the mean ln lr and the steps jumped.
 
         The first of (..., ticks) gives only its rate; ``elapsed`` are ticks since the state was last seen.
         """

@@ -108,7 +108,7 @@ class SlowGradient(WeightPredictor):
         return super().state_dict() | ({"normalizes": True} if self._normalizes else {})
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where a saved predictor was; raises ``ValueError`` where its average is of other gradients."""
+        """Restore a saved predictor's state; raises ``ValueError`` where its average is of other gradients."""
         if bool(state.get("normalizes")) is not self._normalizes:
             kept = "'drop'" if state.get("normalizes") else "another value than 'drop'"
             raise ValueError(

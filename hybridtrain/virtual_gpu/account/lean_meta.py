@@ -24,9 +24,9 @@ _DECORATED = _disable_dynamo(lambda: None).__code__
 
 @contextmanager
 def lean_meta_rules() -> Iterator[None]:
-    """Let rules and ops be called as they are; afterwards all is as before.
+    """Bypass torch's wrappers around meta rules and ops inside the block.
 
-    Where another torch has no such mark this does nothing but cost nothing.
+    Has no effect where another torch lacks these wrappers.
     """
     marked = [] if "torch._dynamo" in sys.modules else _unmarked_rules()
     for rule in marked:

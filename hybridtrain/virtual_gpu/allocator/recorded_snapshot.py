@@ -178,7 +178,7 @@ class _Past:
         self.addresses = sorted(self.in_use)
 
     def undo(self, event: AllocatorEvent) -> None:
-        """Go back behind one event."""
+        """Undo one event."""
         match event.action:
             case "alloc":
                 self._require(event, event.address in self.in_use)

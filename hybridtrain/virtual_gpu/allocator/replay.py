@@ -151,7 +151,7 @@ def first_matmuls(trace: LedgerTrace) -> list[int]:
 
 
 class Player:
-    """Asks an allocator for what a trace tells."""
+    """Plays a trace's events on an allocator."""
 
     def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
         self._trace = trace
@@ -160,7 +160,7 @@ class Player:
         self._addresses: dict[int, int] = {}
 
     def _succeed(self, cycle: "Cycle") -> None:
-        """Let what a step left play the parts of what the next one finds."""
+        """Map the storages left by a step to those that the next step starts with."""
         self._addresses.update({old: self._addresses.pop(new) for old, new in cycle.successors.items()})
 
 
@@ -177,7 +177,7 @@ class _Run(Player):
         self._segments: tuple[Segment, ...] = ()
 
     def play(self) -> OutOfMemory | None:
-        """Run until the end or the first refusal."""
+        """Play the trace to its end or the first refusal."""
         starts = [mark.event for mark in self._trace.steps]
         matmuls = first_matmuls(self._trace)
         releases = iter((*self._trace.cache_releases, None))
@@ -235,7 +235,7 @@ class _Run(Player):
         return None
 
     def finish(self, oom: OutOfMemory | None) -> Replay:
-        """Return everything that was found; after a refusal only the steps that ended."""
+        """Return the replay's results; after a refusal, only those of completed steps."""
         steps = []
         for number, peaks in enumerate(self._steps[1:], 1):
             event = peaks.pop("event")
@@ -293,7 +293,7 @@ class _Run(Player):
         return place
 
     def _holders(self, event: int, *, workspaces_before: int | None = None) -> tuple[ClassBytes, UnitBytes]:
-        """Return who holds what after ``event``, with the workspaces taken until then or until a later event."""
+        """Return the holders of bytes after ``event``, with the workspaces taken until then or until a later event."""
         by_class, by_unit = holders(self._trace, event, self._block_bytes)
         until = event if workspaces_before is None else workspaces_before
         size = sum(size for first, size in self._workspaces if first <= until)
@@ -334,7 +334,7 @@ class Settled:
         self._before: object = None
 
     def now(self, addresses: Mapping[int, int]) -> bool:
-        """Return whether all is as at the last call; ``addresses`` by storage, as the next step finds them."""
+        """Return whether the state equals the last call's; ``addresses`` by storage, as the next step finds them."""
         layout = self._allocator.layout()
         before = self._before
         self._before = None if layout is None else (layout, dict(addresses), self._allocator.num_alloc_retries)

@@ -55,7 +55,7 @@ class ReservedRange:
         return found | ({} if self.lengths_fit is None else {"lengths_fit": self.lengths_fit})
 
     def as_text(self) -> str:
-        """Return a line for a reader."""
+        """Return one line of text."""
         moves = {change: size - self.planned_bytes for change, size in self.by_change.items()}
         told = ", ".join(f"{change} {_signed(moved)}" for change, moved in moves.items() if change != LENGTHS)
         lengths = f"; steps of mixed lengths {_signed(moves[LENGTHS])}" if LENGTHS in moves else ""
@@ -158,7 +158,7 @@ class _Run(Player):
         return {index: max(1, int(length * self._trace.sizes[index])) for index in scaled}
 
     def _evaluate(self) -> None:
-        """Play the first step until its backward pass begins, let go of what it made, and keep what it did not."""
+        """Play the first step until its backward pass begins, then free the storages that it made."""
         trace, start = self._trace, self._trace.steps[0]
         backward = (op.event for op in trace.ops[start.op :] if op.stage in {Stage.BACKWARD, Stage.UPDATE})
         events = range(start.event, next(backward, trace.step_range(0).stop))

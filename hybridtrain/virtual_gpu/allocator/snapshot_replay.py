@@ -58,7 +58,7 @@ class SnapshotReplay:
 
 
 def lawful_blocks(device: RecordedDevice) -> tuple[int, int]:
-    """Return how many blocks in use have the size that the model gives their request, and how many there are.
+    """Return the number of blocks in use whose size matches the model's, and the number of all.
 
     A block is its request, rounded, and the rest behind it that the rules do not cut off.
     """
@@ -145,7 +145,7 @@ class _Run:
             before = event.action
 
     def outcome(self) -> Outcome:
-        """Return where it ended."""
+        """Return the replay's end state."""
         return Outcome(
             allocated_bytes=self.allocator.allocated_bytes,
             reserved_bytes=self.allocator.reserved_bytes,
@@ -174,7 +174,7 @@ class _Run:
                 allocator.complete_stream(self._pending.pop(event.address))
 
     def _free_pending(self, start: Sequence[Segment]) -> None:
-        """Free what waited for another stream when the record began."""
+        """Free the blocks that waited for another stream when the record began."""
         pending = [b for segment in start for b in segment.blocks if b.state is BlockState.ACTIVE_PENDING_FREE]
         for block in pending:
             self._free(block.address, waits=True)

@@ -120,18 +120,18 @@ class Card:
         return round(MARGIN_SHARE * self.memory_bytes)
 
     def verdict(self, used_bytes: float, *, fits: bool = True) -> FitVerdict:
-        """Return whether a plan fits, of which the card gives ``used_bytes``, context included."""
+        """Return whether a plan of ``used_bytes``, context included, fits."""
         if not fits:
             return FitVerdict.NO
         return FitVerdict.FITS if used_bytes <= self.memory_bytes - self.margin_bytes else FitVerdict.BARELY
 
     def told(self, verdict: FitVerdict) -> str:
-        """Return a verdict for a reader; one that is within the margin says how large that is."""
+        """Return a verdict as text, with the margin's size where only that is exceeded."""
         return f"{MARGIN_TOLD} ({format_bytes(self.margin_bytes)})" if verdict is FitVerdict.BARELY else verdict.value
 
     @property
     def source_note(self) -> str:
-        """Say which figures of the card have no source; empty: all have one."""
+        """Return a sentence on the card's figures without a source; empty: all have one."""
         figures = (
             (f"capacity ({format_bytes(self.memory_bytes)})", self.memory_source),
             (f"CUDA context ({format_bytes(self.context_bytes)})", self.context_source),
@@ -229,7 +229,7 @@ class Host:
         require_no(faults)
 
     def shared(self, ranks: int) -> "Host":
-        """Return the machine as each of so many ranks finds it that use its memory and its disk alike."""
+        """Return one rank's equal share of the machine's memory and disk."""
         if ranks == 1:
             return self
         return replace(self, **{name: value / ranks for name, value in asdict(self).items() if value is not None})

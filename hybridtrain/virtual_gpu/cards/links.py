@@ -21,7 +21,7 @@ from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, r
 
 
 class Collective(StrEnum):
-    """What ranks do together."""
+    """The kinds of collectives."""
 
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
@@ -67,7 +67,7 @@ class Link:
         return rate * self.share
 
     def seconds(self, kind: Collective, total_bytes: int, ranks: int, card: Card) -> float:
-        """Return how long a collective keeps the link.
+        """Return the seconds for which a collective occupies the link.
 
         >>> from hybridtrain.virtual_gpu.cards.card import find_card
         >>> link = Link(gbps=100.0, hop_seconds=1e-6, share=1.0)
@@ -94,7 +94,7 @@ def find_link(name: str) -> Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Which of how many cards.
+    """A rank's number, the number of cards, and their machines.
 
     Raises:
         ValueError: There is no such rank.
@@ -138,7 +138,7 @@ class World:
         return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
     def seconds(self, kind: Collective, total_bytes: int, ranks: int, card: Card) -> float:
-        """Return how long a collective keeps the link of each of its ranks.
+        """Return the seconds for which a collective occupies the link of each of its ranks.
 
         A group within a machine takes its link; one across machines is as fast as the slower, every card sending.
         """

@@ -29,7 +29,7 @@ from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, read_catalogu
 
 
 class Bound(StrEnum):
-    """What a step's time is spent on."""
+    """The bottleneck of a step."""
 
     COMPUTE = "compute"
     """Matmuls and attention at the arithmetic limit."""
@@ -131,7 +131,7 @@ class TimedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """How long one optimizer step takes."""
+    """The time of one optimizer step, and its parts."""
 
     seconds: float
     """Until every lane has done its work."""
@@ -148,7 +148,7 @@ class StepTime:
 
     @property
     def bound(self) -> Bound:
-        """The largest share."""
+        """The bottleneck: the largest share."""
         return max(self.seconds_by_bound, key=lambda bound: self.seconds_by_bound[bound])
 
 
@@ -244,7 +244,7 @@ class Rates:
         self._shares: dict[tuple[int, int, int], float] = {}
 
     def duration(self, op: OpRecord, beside: Sequence[Lane]) -> tuple[float, Bound]:
-        """Return the seconds an op keeps its lane, and what limits it.
+        """Return the seconds for which an op occupies its lane, and its bottleneck.
 
         Args:
             op: The op.

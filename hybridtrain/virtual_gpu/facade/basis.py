@@ -1,4 +1,4 @@
-"""What the plan of a script rests on: versions, what was seen of a run, and what went otherwise than on a card."""
+"""The basis of a script's plan: versions, observations of the run, and differences from a real card."""
 
 import statistics
 import sys
@@ -50,7 +50,7 @@ class Seen(Noted):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What each step leaves behind and nobody lets go of."""
+    """Memory that each step leaks."""
 
     bytes_per_step: int
     places: tuple[str, ...]
@@ -62,7 +62,7 @@ class Growth:
 
 
 def find_growth(trace: LedgerTrace, places: Mapping[int, str]) -> Growth | None:
-    """Find the bytes that each step leaves behind; None where there are none, or the run is too short to tell.
+    """Find the bytes that each step leaks; None where there are none, or the run is too short to tell.
 
     What a step allocated counts where it outlives the next two, and only as far as live bytes rose as well: so a queue
     of batches that are fetched ahead is no growth.
@@ -89,7 +89,7 @@ def find_growth(trace: LedgerTrace, places: Mapping[int, str]) -> Growth | None:
 
 @dataclass(slots=True, kw_only=True)
 class Basis(Noted):
-    """What was seen of a script, and what was not; each refusal and each place of compiled code once."""
+    """Observations of a script and their gaps; each refusal and each place of compiled code once."""
 
     versions: dict[str, str]
     """Of the packages in use whose code decides what a step takes."""
@@ -101,20 +101,20 @@ class Basis(Noted):
 
     @property
     def lower_bound(self) -> str:
-        """Why a run of this script takes more than what was planned; empty where it does not."""
+        """The reason why the plan is a lower bound; empty where it is none."""
         if not self.num_steps:
             return "no step of a torch.optim optimizer ran, whose state would come on top"
         return "" if self.has_state else "no whole step ran with the optimizer's state in memory; run more steps"
 
     @property
     def upper_bound(self) -> str:
-        """Why it takes less."""
+        """The reason why the plan is an upper bound; empty where it is none."""
         if not self.compiled:
             return ""
         return f"{_listed(self.compiled)} is planned as eager code, and compiled code needs less"
 
     def worth(self, *, fits: bool) -> list[str]:
-        """Return the caveats of a verdict: why the plan is a bound, and what went otherwise than on a card."""
+        """Return the caveats of a verdict: reasons why the plan is a bound, and differences from a real card."""
         found = []
         if self.lower_bound and fits:
             found.append(f"LOWER BOUND: {self.lower_bound}")
@@ -130,7 +130,7 @@ class Basis(Noted):
         return asdict(self) | {"lower_bound": self.lower_bound, "upper_bound": self.upper_bound}
 
     def as_text(self) -> str:
-        """Return a line for a reader."""
+        """Return one line of text."""
         seen = [
             _count(self.num_steps, "whole step") if self.num_steps else _count(self.num_backwards, "backward pass"),
             "evaluation" if self.num_evaluations else "no evaluation",

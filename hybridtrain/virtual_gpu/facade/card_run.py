@@ -62,7 +62,7 @@ class CardRun:
 
     @property
     def bound(self) -> Bound:
-        """What the estimated time is spent on."""
+        """The bottleneck of the estimated time."""
         return self.time.bound
 
     def by_class(self) -> dict[TensorClass, int]:
@@ -82,7 +82,7 @@ class CardRun:
             yield clock, by_class
 
     def summary(self) -> str:
-        """Return peak, holders and time in four lines; a fifth says what of the card has no source."""
+        """Return peak, holders and time in four lines; a fifth lists the card's figures without a source."""
         peak, used = self.peak, self.device_used_bytes
         outcome, note = self.card.told(self.verdict), self.card.source_note
         held = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.by_class.items() if size)

@@ -36,7 +36,7 @@ _locators: list[Locate] = []
 def hybridtrain_virtual(
     device: str, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], values: Tensor | None
 ) -> Tensor:
-    """Return a tensor that was saved under a virtual card. The name stands in the files.
+    """Return a tensor that was saved under a virtual card. Files refer to this function by name.
 
     Raises:
         RuntimeError: There is no virtual card.
@@ -56,7 +56,7 @@ def hybridtrain_virtual(
 def checkpoint_files(
     is_virtual: Callable[[Tensor], bool], known: Callable[[Tensor], Tensor | None], note_save: Callable[[], None]
 ) -> Iterator[None]:
-    """Let files of tensors be written and read while it is open."""
+    """Replace the writing and reading of tensor files inside the block."""
     true_reduce: Callable[[Tensor, int], Any] = torch.Tensor._reduce_ex_internal
     true_save: Callable[..., None] = torch.save
     true_load: Callable[..., Any] = torch.load
@@ -184,7 +184,7 @@ def _has_mark(path: Path) -> bool:
 
 
 def _locator(map_location: Any) -> Locate:
-    """Return where a tensor goes, as ``torch.load`` takes it; a function is taken to keep it on the CPU."""
+    """Return a tensor's target for ``torch.load``'s ``map_location``; a function is taken to keep it on the CPU."""
     if map_location is None:
         return torch.device
     if isinstance(map_location, Mapping):

@@ -30,7 +30,7 @@ _RATES = {
 
 
 def do_nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Take anything."""
+    """Do nothing, whatever the arguments."""
 
 
 def answering(answer: Callable[[], Any]) -> Callable[..., Any]:
@@ -54,15 +54,15 @@ class VirtualStream:
         pass
 
     def query(self) -> bool:
-        """Say that all work is done."""
+        """Return True: all work is done."""
         return True
 
     def is_capturing(self) -> bool:
-        """Say that no graph is being captured."""
+        """Return False: no graph is being captured."""
         return False
 
     def elapsed_time(self, _other: object) -> float:
-        """Return milliseconds: a stand-in; the report has the estimated time of a step."""
+        """Return placeholder milliseconds; the report has the estimated time of a step."""
         return 1.0
 
     def record_event(self, event: "VirtualStream | None" = None) -> "VirtualStream":

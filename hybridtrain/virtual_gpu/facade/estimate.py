@@ -60,7 +60,7 @@ class MemoryEstimate:
         return self.run.peak.allocated_bytes
 
     def by_class(self) -> dict[TensorClass, int]:
-        """Return who holds the peak: weights, gradients, optimizer state, activations, temporaries."""
+        """Return the peak's bytes by class: weights, gradients, optimizer state, activations, temporaries."""
         return self.run.by_class()
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
@@ -72,16 +72,16 @@ class MemoryEstimate:
         return by_module(self.run, depth)
 
     def reserved_range(self) -> ReservedRange:
-        """Return by how much reserved bytes move with other lengths, more steps, or an evaluation first."""
+        """Return the range of reserved bytes with other lengths, more steps, or an evaluation first."""
         workspace = self.card.cublas_workspace_bytes
         return reserved_range(self.run.trace, workspace_bytes=workspace, config=self._gpu.config)
 
     def stand_ins(self) -> tuple[StandIn, ...]:
-        """Return where the model asked for values that a virtual card does not have."""
+        """Return the places where the model read placeholder values."""
         return self._gpu.stand_ins()
 
     def fits(self, card: Card | str) -> bool:
-        """Say whether the step fits a card and leaves its margin free; attention and the like are chosen for it."""
+        """Return whether the step fits a card with its margin; kernels as of attention are chosen for that card."""
         return self._plan(find_card(card), self.batch_size).verdict is FitVerdict.FITS
 
     def largest_batch(self, card: Card | str | None = None) -> int:

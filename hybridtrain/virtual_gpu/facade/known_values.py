@@ -57,7 +57,7 @@ class Holding:
     """Number of a collective that works on it: who reads it waits."""
 
     def forget(self) -> None:
-        """Let its values be unknown."""
+        """Mark its values as unknown."""
         self.values = self.fill = None
 
 
@@ -78,7 +78,7 @@ class KnownValues:
         return empty.set_(holding.values, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def forget(self, tensor: Tensor) -> None:
-        """Let a tensor's values be unknown."""
+        """Mark a tensor's values as unknown."""
         holding = self._held.get(tensor.untyped_storage()._cdata)
         if holding is not None:
             holding.forget()
@@ -176,14 +176,14 @@ class KnownValues:
         return (args[0], indices, *args[2:])
 
     def _fresh(self, tensor: Tensor, holding: Holding) -> Tensor:
-        """Return room for the values of a tensor."""
+        """Return unset memory for the values of a tensor."""
         holding.values = torch.UntypedStorage(holding.size)  # type: ignore[no-untyped-call]
         known = self.of(tensor)
         assert known is not None
         return known
 
     def _assume(self, func: Op, args: Args, tensor: Tensor) -> Tensor | None:
-        """Return values for an unknown tensor: what is overwritten, or a single number of which something is asked."""
+        """Return placeholder values for an unknown tensor that is overwritten, or for a single number that is read."""
         if func in FILLS and tensor is args[0]:
             holding = self._held.get(tensor.untyped_storage()._cdata)
             if holding is not None and tensor.nbytes == holding.size:

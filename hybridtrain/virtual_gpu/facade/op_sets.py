@@ -183,5 +183,5 @@ def to_meta(tensor: Tensor) -> Tensor:
 
 
 def holds_real(args: Args, kwargs: Kwargs) -> bool:
-    """Return whether there is something for ``to_meta``."""
+    """Return whether a value is a tensor for ``to_meta``."""
     return any(not tensor.is_meta and tensor.dim() for tensor in tensors_in([*args, *kwargs.values()]))

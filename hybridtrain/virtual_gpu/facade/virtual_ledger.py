@@ -3,7 +3,7 @@
 A tensor on the meta device has a shape and no bytes. Here its storage also has a place, the host's memory or the
 card's, which an op's results inherit (``placed_storages.py``); so a model of any size is built, moved and trained
 without memory. What a script computed from its own data stays known (``known_values.py``); what is not known has a
-stand-in (``stand_in.py``), and every place where one was used is listed.
+placeholder value (``stand_in.py``), and every place where one was used is listed.
 """
 
 import weakref
@@ -210,7 +210,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         return made if made is not None else self._meta_cache.call(func, args, kwargs)
 
     def _set_storage(self, func: Op, args: Args, kwargs: Kwargs) -> Any:
-        """Let a tensor have another storage: no byte moves, and what is known of either storage stays known."""
+        """Give a tensor another storage: no byte moves, and known values of either storage stay known."""
         place = self._place(func, list(tensors_in(args)))
         out = func(*args, **kwargs)
         if place is not None:
@@ -218,7 +218,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         return out
 
     def _write_to_host(self, func: Op, args: Args, written: Sequence[Tensor], results: Any) -> Any:
-        """Write what became known of a virtual tensor into a real one; a stand-in where it did not."""
+        """Write a virtual tensor's known values into a real one, placeholder values elsewhere."""
         if results is None:
             self.stand_ins.note(func, "written into a tensor on the CPU: ones")
             for tensor in written:
@@ -303,14 +303,14 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         return self._last_of_stream.get(stream, -1) if stream else self._last_compute
 
     def await_op(self, stream: int, op: int) -> None:
-        """Let what comes next on a stream wait for an op."""
+        """Make later work on a stream wait for an op."""
         if stream:
             self._awaited.setdefault(stream, []).append(op)
         else:
             self.join(op)
 
     def _await(self, operands: Sequence[Tensor]) -> None:
-        """Let the next op of the compute lane wait for collectives that it reads from."""
+        """Make the next op of the compute lane wait for collectives that it reads from."""
         for tensor in operands:
             holding = self._held.get(tensor.untyped_storage()._cdata)
             if holding is not None and holding.arriving is not None:

@@ -17,7 +17,7 @@ from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 
 class VirtualStreams:
-    """What ``torch.cuda`` says of streams."""
+    """The streams of ``torch.cuda``."""
 
     def __init__(self, ledger: VirtualLedger) -> None:
         streams, numbers = self, count(0)
@@ -82,7 +82,7 @@ class VirtualStreams:
             self.select(outer)
 
     def names(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield what to replace: owner, name, value."""
+        """Yield the replacements: owner, name, value."""
         yield torch.cuda, "Stream", self._kind
         yield torch.cuda, "Event", self._event
         yield torch.cuda, "stream", self.working_on

@@ -61,7 +61,7 @@ def load_cpu_kernel() -> ctypes.CDLL | None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a library is there with all its bytes: to load one that was cut short is SIGBUS."""
+    """Return whether a library has all its bytes: loading a truncated one is SIGBUS."""
     try:
         content = library.read_bytes()
     except OSError:

@@ -211,7 +211,7 @@ def linear_cross_entropy(
 
 
 def _count_targets(targets_M: Tensor) -> int:
-    """Return how many targets count; all of them by shape alone. Nothing of this is on the card, nor in its ledger."""
+    """Return the number of targets that count, or of all if values are unknown; unseen by card and ledger."""
     if targets_M.is_meta:
         return len(targets_M)
     with _disable_current_modes():

@@ -92,7 +92,7 @@ def _require_shapes(
     weights: Mapping[str, Tensor], hidden: Tensor, classes: Tensor, actions: Tensor, uniforms: Tensor,
     features: Tensor | None,
 ) -> None:  # fmt: skip
-    """Refuse what does not fit together."""
+    """Raise ``ValueError`` unless shapes, dtypes and devices agree."""
     mix, seen = weights["mix.weight"], weights["seen.weight"]
     if [tensor.dim() for tensor in (hidden, classes, actions, mix, seen)] != [3, 3, 4, 3, 3]:
         raise ValueError(
