@@ -35,7 +35,7 @@ class DivergenceError(HybridTrainError):
 
     Args:
         message: As of every error.
-        layers: Parameters whose gradients are no finite numbers, as far as they are known.
+        layers: Parameters whose gradients are not finite, as far as they are known.
         is_applied: Parts of the model were updated before it was found: only a checkpoint brings them back.
         step: After which it was found in what was to be saved; None: in the step at work.
     """

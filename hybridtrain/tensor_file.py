@@ -76,7 +76,7 @@ class TensorFile:
 
 
 def open_tensor_file(path: Path) -> TensorFile:
-    """Read a file's header, and no value; raises ``ConfigError``: it is no whole safetensors file."""
+    """Read a file's header, and no value; raises ``ConfigError``: it is not a complete safetensors file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file, safe_open(path, framework="np"):
@@ -84,7 +84,7 @@ def open_tensor_file(path: Path) -> TensorFile:
             header = file.read(length)
     except SafetensorError as error:
         why = str(error).removeprefix("Error while deserializing header: ")
-        fault = f"{size} bytes that are no whole safetensors file ({why}); {_COPY_AGAIN}"
+        fault = f"{size} bytes that are not a complete safetensors file ({why}); {_COPY_AGAIN}"
         raise ConfigError(str(path), [fault]) from error
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read ({error.strerror or error}); {_COPY_AGAIN}"]) from error

@@ -249,7 +249,7 @@ class Trainer(PlanEngine):
 
         def look(*units: Unit) -> None:
             if looks and not grads.are_finite([unit.name for unit in units]):
-                raise self._refusal(number, "a gradient is no finite number", is_applied=bool(updated))
+                raise self._refusal(number, "a gradient is not finite", is_applied=bool(updated))
 
         def update(unit: Unit) -> None:
             look(unit)
@@ -350,7 +350,7 @@ class Trainer(PlanEngine):
             allowed = f"at most {limit:.4g}" if math.isfinite(value) else "a finite number"
             raise self._refusal(step, f"{name} is {value}; it must be {allowed}", is_applied=is_applied, kind=kind)
         if norm is None and not self.executor.grads.are_finite():
-            raise self._refusal(step, "a gradient is no finite number", is_applied=is_applied)
+            raise self._refusal(step, "a gradient is not finite", is_applied=is_applied)
         return loss, grad_norm
 
     def _refusal(
@@ -361,7 +361,7 @@ class Trainer(PlanEngine):
         self.executor.drop()
         outcome = "The step was not applied."
         if is_applied:
-            outcome = "Blocks were updated already; go on from the last checkpoint."
+            outcome = "Blocks were updated already; resume from the last checkpoint."
         return kind(
             f"step {step}: {fault}. {outcome} "
             f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data.",

@@ -42,14 +42,12 @@ def newest_generation(folder: Path, say: Say) -> Generation:
             aside = damaged.with_name(f"{_DAMAGED}{damaged.name}")
             shutil.rmtree(aside, ignore_errors=True)
             damaged.replace(aside)
-            say(f"{damaged}: not a whole checkpoint ({fault}), set aside as {aside.name}")
+            say(f"{damaged}: damaged checkpoint ({fault}), moved to {aside.name}")
         if faults:
-            say(f"going on from {path.name}, the newest that is whole")
+            say(f"resuming from {path.name}, the newest intact checkpoint")
         return generation
     if faults:
-        told = [
-            f"{path.name}: not a whole checkpoint ({fault}); use a copy of it or start anew" for path, fault in faults
-        ]
+        told = [f"{path.name}: damaged checkpoint ({fault}); use a copy of it or start anew" for path, fault in faults]
         raise ConfigError(str(folder), told)
     if (old := folder.parent / "state.pt").is_file():
         fault = (

@@ -98,9 +98,7 @@ def _same_generation(group: Group, folder: Path, say: Say) -> Generation:
     steps = {int(step) for step in group.gather_numbers([generation.manifest.steps_done])}
     if len(steps) > 1:
         told = " and ".join(map(str, sorted(steps)))
-        fault = (
-            f"the ranks find checkpoints after {told} steps; all must see the same folder: put --out on a shared disk"
-        )
+        fault = f"ranks find checkpoints after {told} steps; all must see the same folder: put --out on a shared disk"
         raise ConfigError(str(folder), [fault])
     return generation
 

@@ -119,7 +119,7 @@ def read_generation(folder: Path) -> Generation:
     try:
         content = json.loads(text)["content"]
         if _text(content) != text:
-            raise ValueError(f"{MANIFEST} is not as it was written")
+            raise ValueError(f"{MANIFEST} has changed since it was written")
         state, settings, cycle, extra = (content[key] for key in ("state", "settings", "cycle", "extra"))
         if state["schema"] != SCHEMA:
             raise ValueError(f"schema {state['schema']}, this program reads {SCHEMA}")
@@ -145,7 +145,7 @@ def verify(generation: Generation) -> None:
             length = content.read(8)
             header = length + content.read(min(int.from_bytes(length, "little"), file.num_bytes))
         if zlib.crc32(header) != file.header_crc32:
-            raise ValueError(f"the header of {name} is not as it was written")
+            raise ValueError(f"the header of {name} has changed since it was written")
     tensors = generation.tensors()
     if tensors.keys() != entries.keys():
         raise ValueError(f"tensors are missing, or too many: {sorted(tensors.keys() ^ entries.keys())[:3]}")
@@ -153,7 +153,7 @@ def verify(generation: Generation) -> None:
         sums = (readers.map if has_room_for_threads(_READERS) else map)(_crc32, tensors.values())
         damaged = [name for name, crc in zip(tensors, sums, strict=True) if crc != entries[name].crc32]
     if damaged:
-        raise ValueError(f"'{damaged[0]}' is not as it was written")
+        raise ValueError(f"'{damaged[0]}' has changed since it was written")
 
 
 def _crc32(tensor: FileTensor) -> int:

@@ -94,7 +94,7 @@ class CheckpointSaver:
             extra: What else to keep; of what ``load_checkpoint`` returns it is the ``extra``.
 
         Raises:
-            DivergenceError: a value is no finite number; nothing was written.
+            DivergenceError: a value is not finite; nothing was written.
             DiskSpaceError: the disk is full; what was saved before is as it was.
             StateError: the disk failed.
         """

@@ -288,7 +288,7 @@ def _found(value: object) -> str:
     """Return a value and its type in words."""
     kind = _FOUND.get(type(value), type(value).__name__)
     if isinstance(value, str) and not _is_text(value):
-        kind = "half a surrogate pair, which is no text"
+        kind = "half a surrogate pair, which is not text"
     return f"{_show(value)} ({kind})"
 
 

@@ -171,7 +171,7 @@ def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -
         splits := {split_of(file.name) for file in files if file.kind is not Kind.TEXT and file.digest}
     ):
         if damaged := next((file for file in files if file.left_out.startswith(NO_JSON)), None):
-            raise DataError(f"{damaged.path} is {damaged.left_out}; mend it, or move it away")
+            raise DataError(f"{damaged.path} is {damaged.left_out}; fix it, or move it away")
         files = [file if file.left_out else replace(file, left_out=_unread(file, splits, part)) for file in files]
     left_out = tuple(sorted((file.name, file.left_out) for file in files if file.left_out))
     kept = tuple(file for file in files if file.digest and not file.left_out)
@@ -201,10 +201,10 @@ def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile:
     """Return a file with its digest, empty for an empty one, or why it is left out; ``DataError``: it cannot be."""
     kind = kind_of(path)
     if packed_records(path):
-        raise DataError(f"{path} is compressed, which is not read; unpack it beside itself and move it away")
+        raise DataError(f"{path} is compressed, which is not supported; unpack it and move the archive away")
     digest, fault = _checked(path, is_text=kind not in {Kind.PARQUET, Kind.ARROW})
     if fault and (kind is not Kind.TEXT or is_alone):
-        raise DataError(f"{path} is no UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
+        raise DataError(f"{path} is not UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
     if fault or not digest:
         return SourceFile(name, path, kind, left_out="no UTF-8 text" if fault else "")
     if kind is Kind.TEXT and holds_json(path):
@@ -216,7 +216,7 @@ def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile:
     if isinstance(documents, Kind):
         return SourceFile(name, path, documents, digest)
     if is_alone and documents.startswith(NO_JSON):
-        raise DataError(f"{path} is {documents}; mend it, or name a .jsonl file")
+        raise DataError(f"{path} is {documents}; fix it, or name a .jsonl file")
     if is_alone:
         raise DataError(f"{path} holds no document; {_ALLOWED}, or a list of them")
     return SourceFile(name, path, kind, left_out=documents)
@@ -300,7 +300,7 @@ def read_documents(
             except ValueError as error:
                 faults.append(f"{file.path}, {where}: {error}")
                 if len(faults) == _MOST_FAULTS:
-                    raise DataError("\n".join([*faults, "and perhaps more; mend these lines first"])) from None
+                    raise DataError("\n".join([*faults, "and perhaps more; fix these lines first"])) from None
             else:
                 yield passages
     if faults:

@@ -183,7 +183,7 @@ def _rows(path: Path, kind: Kind) -> Iterator[object]:
                 yield from map(_without_nulls, batch.select(_wanted(batch.schema.names)).to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         why = str(error).partition("\n")[0]
-        raise DataError(f"{path} is no whole {kind} file ({why}); copy it again") from error
+        raise DataError(f"{path} is not a complete {kind} file ({why}); copy it again") from error
 
 
 def _wanted(names: Sequence[str]) -> list[str]:

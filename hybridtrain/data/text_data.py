@@ -276,7 +276,7 @@ def _tell_share(
 
 def _unused_template(config: DataConfig) -> str:
     return (
-        f"chat_template: '{config.chat_template}' is used by nothing, for {config.path} holds no messages; leave "
+        f"chat_template: '{config.chat_template}' has no effect: {config.path} holds no messages; leave "
         'chat_template out, or name records with "messages"'
     )
 
@@ -295,7 +295,7 @@ def _token_files(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> T
         )
     if config.path.is_dir() and config.validation_percent is not None:
         raise DataError(
-            f"validation_percent: {config.validation_percent} is used by nothing, for {config.path}/val.bin is held "
+            f"validation_percent: {config.validation_percent} has no effect: {config.path}/val.bin is held "
             "out; leave validation_percent out, or name train.bin alone"
         )
     corpus = token_corpus(config.path, vocab_size=vocab_size, percent=config.held_out_percent)

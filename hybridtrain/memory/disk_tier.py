@@ -164,5 +164,5 @@ def _explained(where: str, action: str) -> Iterator[None]:
                 f"{where}: {action} failed: {reason}; free some space or raise the limit, name a folder on a larger "
                 f"disk, or move less to disk."
             ) from error
-        advice = "the disk may be failing, see the system log" if error.errno == errno.EIO else "mend that"
+        advice = "the disk may be failing, see the system log" if error.errno == errno.EIO else "fix that"
         raise DiskTierError(f"{where}: {action} failed: {reason}; {advice}, or name another folder.") from error

@@ -22,8 +22,8 @@ from hybridtrain.plan.memory_plan import DynamicRange, PhasePlan
 from hybridtrain.plan.placement import Codec
 
 SLICE_ELEMENTS = 1 << 23
-"""Elements worked on at a time: at 32 MiB a tensor the bus is at its full rate, and temporaries stay small. Slices that
-share random numbers have this size wherever they live, so that placement changes no number."""
+"""Elements worked on at a time: at 32 MiB per tensor the bus is at its full rate, and temporaries stay small. Slices
+that share random numbers have this size wherever they live, so that placement changes no number."""
 SMALLEST_INT8_TENSOR = 4096
 """Elements below which state stays float32, as in bitsandbytes: norms and biases are cheap to keep exact."""
 _STATIC_ROOM = 2.0
@@ -224,7 +224,7 @@ def _add_to_groups(value_P: Tensor, added_G: Tensor, alpha: float) -> None:
 
 
 class Nf4Codes:
-    """4-bit codes of normal quantiles with scales in 8 bits (2305.14314): 4.13 bits a value."""
+    """4-bit codes of normal quantiles with scales in 8 bits (2305.14314): 4.13 bits per value."""
 
     def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
         """Return codes, codes of scales, their scales and the mean scale."""

@@ -110,7 +110,7 @@ class GradStore:
                 list(torch._foreach_norm(part, 2, dtype=torch.float32)) if part else [] for part in self._parts(grads)
             ]
         elif is_last and grads and not isinstance(self._copies.transfer, VirtualTransfer):
-            with _disable_current_modes():  # two numbers a tensor, for a moment: no ledger's
+            with _disable_current_modes():  # two numbers per tensor, for a moment: no ledger's
                 self._is_finite[unit] = torch.stack([_is_finite(grad) for grad in grads]).all()
         if self._offloads and grads:
             self._store(unit, self._grads.pop(unit))

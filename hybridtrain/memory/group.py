@@ -46,7 +46,7 @@ class Group:
         """Fill row i of ``target``, (world, n), with the ``source``, (n,), of rank i."""
 
     def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Start ``all_gather``; return a function that makes the compute queue wait until both tensors are free again."""
+        """Start ``all_gather``; return a function that makes the compute queue wait until both are free."""
         self.all_gather(target, source)
         return lambda: None
 
@@ -136,7 +136,7 @@ class TorchGroup(Group):
         except (dist.DistError, OSError, RuntimeError, ValueError) as error:
             raise RankError(
                 f"rank {rank if rank >= 0 else 'of this process'}: the ranks did not meet within {timeout_s:g} s "
-                f"({_first_line(error)}); all of them must start, with the same address. Start all of them anew."
+                f"({_first_line(error)}); all of them must start, with the same address. Restart all of them."
             ) from error
 
     def all_to_all(self, target: Tensor, source: Tensor) -> None:
@@ -220,7 +220,7 @@ class TorchGroup(Group):
             raise RankError(
                 f"rank {self.rank} of {self.world}: another rank ended or did not answer in time "
                 f"({_first_line(error)}); all of them must reach every step. Look at what the rank that ended first "
-                f"wrote, then start all of them anew with --resume."
+                f"wrote, then restart all of them with --resume."
             ) from error
 
 

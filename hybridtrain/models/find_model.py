@@ -27,7 +27,9 @@ def find_model(text: str) -> ModelConfig:
     if _HUB_ID.fullmatch(text):
         return model_config_from_hf(_fetched(text))
     if "/" in text:
-        fault = f"'{text}' is no folder here, and can be no name on the hub; give a folder of Hugging Face, or ORG/NAME"
+        fault = (
+            f"'{text}' is not a folder here, and not a valid name on the hub; give a Hugging Face folder, or ORG/NAME"
+        )
         raise ConfigError("model", [fault])
     return model_preset(text)
 
@@ -38,11 +40,11 @@ def _fetched(name: str) -> Path:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415  optional
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
     except ImportError:
-        fault = f"'{name}' is no folder here, and the hub needs huggingface_hub: pip install it, or give a folder"
+        fault = f"'{name}' is not a folder here, and the hub needs huggingface_hub: pip install it, or give a folder"
         raise ConfigError("model", [fault]) from None
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:  # the last: no such name can be
         reason = str(error).strip().splitlines()[0]
-        fault = f"'{name}' is no folder here, and the hub does not give it ({reason}); give a folder, or go online"
+        fault = f"'{name}' is not a folder here, and the hub does not have it ({reason}); give a folder, or go online"
         raise ConfigError("model", [fault]) from error

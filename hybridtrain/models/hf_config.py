@@ -132,7 +132,7 @@ def hf_config_of(model: ModelConfig) -> JsonMapping:
     names = (declared.name for declared in fields(ModelConfig))
     pairs = ((name, getattr(model, name), getattr(again, name)) for name in names)
     faults = [
-        f"{name}: {value} cannot be told in a config.json of {hf.architecture}; use {read}"
+        f"{name}: {value} cannot be expressed in a config.json of {hf.architecture}; use {read}"
         for name, value, read in pairs
         if value != read
     ]

@@ -1,7 +1,7 @@
 """The slow average of the gradients and the move along it: every step (AdEMAMix) or as a predicted jump.
 
 s = b3 s + (1 - b3) g, and a move of P predicted steps is lr P s / (sqrt(v / (1 - b2^t)) + eps). AdEMAMix (Pagliardini
-et al., 2409.03137) makes P = alpha moves a step; a jump after K steps makes P = alpha K of them at once.
+et al., 2409.03137) makes P = alpha moves per step; a jump after K steps makes P = alpha K of them at once.
 
 Where the second moment is gone when a jump is made, the average is one of gradients that were divided by it before:
 s = b3 s + (1 - b3) g / (sqrt(v / (1 - b2^t)) + eps), and a move is lr P s. P elements of a slice.

@@ -25,7 +25,7 @@ class MixedPrecision(Optimization):
 
     compute_dtype: Literal["bfloat16", "float16"] = "bfloat16"
     master: Literal["float32", "split16", "absent"] = "float32"
-    """float32: a separate copy, 4 bytes a parameter. split16: the same exact fp32 value as the bfloat16 weight plus
+    """float32: a separate copy, 4 bytes per parameter. split16: the same exact fp32 value as the bfloat16 weight plus
     16 more bits, 2 bytes. absent: none, weights are rounded stochastically after the update, 0 bytes."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases in 16 bits; others store and compute float32. PREDICT without FULL: the master, which must not be absent

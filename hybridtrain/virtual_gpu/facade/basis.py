@@ -152,7 +152,7 @@ def growth_text(growth: Growth, num_steps: int, free_bytes: int) -> str:
     """Return the sentence about memory that grows."""
     made = f", made at {_listed(growth.places)}" if growth.places else ""
     return (
-        f"by {format_bytes(growth.bytes_per_step)} a step{made}; "
+        f"by {format_bytes(growth.bytes_per_step)} per step{made}; "
         f"if that goes on, the card is full at about step {growth.full_at(num_steps, free_bytes):,}"
     )
 

@@ -157,7 +157,7 @@ def _grouped_matmul(
     if one.dim() != other.dim():
         return torch.empty_strided((rows, columns), (aligned, 1), dtype=dtype, device=META)
     if one.dim() == 2 and offs is None:
-        raise ValueError("_grouped_mm: offs is missing; two matrices are divided into groups by it; say the offsets.")
+        raise ValueError("_grouped_mm: offs is missing; two matrices are divided into groups by it; pass the offsets.")
     groups = one.shape[0] if offs is None or one.dim() == 3 else offs.shape[0]
     strides = (rows * aligned, aligned, 1)
     return torch.empty_strided((groups, rows, columns), strides, dtype=dtype, device=META)

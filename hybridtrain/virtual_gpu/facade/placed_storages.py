@@ -176,7 +176,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
                 f"{size} bytes. (virtual GPU: {self.host_bytes} bytes of tensors on the host, of "
-                f"{int(self.host.tensor_bytes)}; say --host-memory for another machine)"
+                f"{int(self.host.tensor_bytes)}; set --host-memory for another machine)"
             )
 
     def _on_release(self, address: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:

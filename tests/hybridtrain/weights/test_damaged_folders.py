@@ -65,7 +65,7 @@ def test_a_file_that_is_none_of_safetensors(content: bytes, tmp_path: Path) -> N
     with pytest.raises(ConfigError) as raised:
         open_folder(tmp_path, LLAMA_ODD)
     (fault,) = raised.value.faults
-    assert fault.startswith(f"{len(content)} bytes that are no whole safetensors file (")
+    assert fault.startswith(f"{len(content)} bytes that are not a complete safetensors file (")
     assert fault.endswith("copy or download it again")
     assert str(tmp_path / ONE_FILE) in str(raised.value)
 
@@ -75,7 +75,7 @@ def test_a_tensor_whose_bytes_are_not_its_own(offsets: tuple[float, float], tmp_
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
     (tmp_path / ONE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     (fault,) = faults_of(tmp_path)
-    assert "no whole safetensors file" in fault
+    assert "not a complete safetensors file" in fault
 
 
 def test_a_file_cut_short_is_told_before_anything_is_read(saved: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_file_cut_short_is_told_before_anything_is_read(saved: Path, tmp_path:
         os.truncate(path, length)
         path.write_bytes(path.read_bytes() + content)
         (fault,) = faults_of(folder)
-        assert fault.startswith(f"{length + len(content)} bytes that are no whole safetensors file (incomplete")
+        assert fault.startswith(f"{length + len(content)} bytes that are not a complete safetensors file (incomplete")
 
 
 def test_a_file_cut_short_while_it_is_read_is_an_error(saved: Path, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_nothing_is_unpickled(name: str, tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_and_no_folder(tmp_path: Path) -> None:
     assert faults_of(tmp_path)[0].startswith("holds no model.safetensors and no model.safetensors.index.json")
-    assert faults_of(tmp_path / "absent")[0].startswith("is no folder")
+    assert faults_of(tmp_path / "absent")[0].startswith("is not a folder")
 
 
 # ---- what tells folders apart
