@@ -1,4 +1,4 @@
-"""What one training run is made of, apart from model and plan: optimizer, learning rate by step, seed."""
+"""Settings of a training run, apart from model and plan: optimizer, learning rate by step, seed."""
 
 import math
 from dataclasses import dataclass, field

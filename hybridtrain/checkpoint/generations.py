@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, which is the newest whole one, which may go."""
+"""The folder of a run's checkpoints: listing them, finding the newest intact one, removing old ones."""
 
 import shutil
 from collections.abc import Callable
@@ -20,13 +20,13 @@ def generation_folder(folder: Path, step: int) -> Path:
 
 
 def generations(folder: Path) -> list[Path]:
-    """Return the folders of all checkpoints, the oldest first; whether they are whole is not looked at."""
+    """Return the folders of all checkpoints, the oldest first, without verifying them."""
     steps = ((path.name.removeprefix(_PREFIX), path) for path in folder.glob(f"{_PREFIX}*"))
     return [path for _, path in sorted((int(step), path) for step, path in steps if step.isdecimal())]
 
 
 def newest_generation(folder: Path, say: Say) -> Generation:
-    """Return the newest checkpoint every byte of which is as it was written; raises ``ConfigError`` if none is.
+    """Return the newest checkpoint whose every byte is intact; raises ``ConfigError`` if none is.
 
     Damaged ones that are newer are set aside as ``damaged-*``, each with a line to ``say``.
     """
@@ -95,7 +95,7 @@ def require_room(folder: Path, num_bytes: int, need: str, advice: str) -> None:
 
 
 def _hour(path: Path) -> int:
-    """Return the hour in which a checkpoint was saved, since 1970; of a damaged one, its folder's."""
+    """Return the hour since 1970 in which a checkpoint was saved; of a damaged one, that of its folder."""
     try:
         return int(read_generation(path).manifest.saved_at // _HOUR_S)
     except (OSError, ValueError):

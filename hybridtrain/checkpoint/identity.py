@@ -1,4 +1,4 @@
-"""The settings of a run: which a resumed one must share with its checkpoint, and which may change."""
+"""The settings that a resumed run must share with its checkpoint, and those that may change."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ def settings_of(
 def differences(
     saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], allowed: Iterable[str]
 ) -> tuple[list[str], list[str]]:
-    """Compare a checkpoint's settings with those of now; ``allowed`` ones, or groups of them before a dot, may change.
+    """Compare a checkpoint's settings with the current ones; ``allowed`` names, or prefixes before a dot, may change.
 
     Returns a sentence for each setting that must not differ, and a line for each that changes; raises ``ConfigError``
     if no setting has an allowed name.

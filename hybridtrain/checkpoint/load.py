@@ -1,4 +1,4 @@
-"""Resuming: a checkpoint is checked byte by byte and field by field, then written into a trainer of whatever stack."""
+"""Resuming: a checkpoint is checked byte by byte and field by field, then written into a trainer of any stack."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ def _same_generation(group: Group, folder: Path, say: Say) -> Generation:
 
 
 def _require_fit(trainer: Trainer, manifest: Manifest, files: Files) -> None:
-    """Raise ``KeyError`` or ``ValueError`` unless everything that will be read is there, and can be read."""
+    """Raise ``KeyError`` or ``ValueError`` unless all tensors to be read are present and readable."""
     entries = manifest.parameters
     for entry in entries.values():
         for name in (*entry.tensors, *(name for state in entry.states.values() for name in state.tensors)):
@@ -275,12 +275,12 @@ class _Loader:
         self._count("optimizer state", source.name, target.name)
 
     def _compare(self, held_P: Tensor, value_P: Tensor) -> None:
-        """Compare a range as it is held with the saved values."""
+        """Compare a range of the stored values with the saved ones."""
         self._error = max(self._error, float((held_P - value_P).abs().max()))
         self._largest = max(self._largest, float(value_P.abs().max()))
 
     def _count(self, kind: str, source: str, target: str) -> None:
-        """Count a tensor that is complete."""
+        """Count a completed tensor."""
         if source != target:
             error = self._error / self._largest if self._largest else 0.0
             self._conversions[kind, source, target].append(error)
@@ -297,7 +297,7 @@ def _weight_values(tensors: Sequence[FileTensor], saved_as: str, part: slice) ->
 
 
 def _read_codes(tensors: Sequence[FileTensor], part: slice) -> tuple[Tensor, ...]:
-    """Return a range of codes, and what is saved of their groups."""
+    """Return a range of codes, with the saved scales of their groups."""
     groups = slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
     codes, *others = tensors
     return codes.read(part), *(other.read(groups) for other in others)

@@ -1,4 +1,4 @@
-"""Saving: a copy at the end of a step, written beside the training; or written at once where memory holds no copy."""
+"""Saving: a copy at the end of a step, written in the background; or written at once where memory holds no copy."""
 
 import errno
 import math
@@ -263,7 +263,7 @@ def _shards(tensors: Sequence[SavedTensor]) -> Iterator[list[SavedTensor]]:
 
 
 def _without_tensors(value: object, path: str, tensors: list[SavedTensor]) -> JsonValue:
-    """Return a state as JSON holds it; a tensor becomes its name, and one of ``tensors``."""
+    """Return a state as JSON values; each tensor moves to ``tensors`` and leaves its name."""
     if isinstance(value, Tensor):
         flat, shape = value.detach().cpu().contiguous().view(-1), tuple(value.shape)
         tensors.append(

@@ -147,7 +147,7 @@ def _encode_scalar(value: object, path: str, *, nulls: bool) -> bool | int | flo
 
 
 def _canonical(value: JsonValue) -> JsonValue:
-    """Return the value with whole floats as integers; beyond 2**53 they would be digits nobody gave."""
+    """Return the value with whole floats as integers; beyond 2**53 their digits would be spurious."""
     if isinstance(value, dict):
         return {key: _canonical(item) for key, item in value.items()}
     if isinstance(value, list):

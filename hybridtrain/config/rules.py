@@ -29,7 +29,7 @@ def omit_if_default(declared: Field[Any]) -> bool:
 
 
 def broken(rules: Mapping[str, object]) -> list[str]:
-    """Return the faults of rules that do not hold: sentences, each with what must be true."""
+    """Return a sentence for each broken rule, stating the requirement."""
     return [fault for fault, holds in rules.items() if not holds]
 
 

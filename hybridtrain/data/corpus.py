@@ -1,4 +1,4 @@
-"""What every source of tokens becomes: a train part, a validation part and a digest of both.
+"""A corpus from any source of tokens: a train part, a validation part and a digest of both.
 
 Which document is held out for validation depends on its path, so adding a document to many does not move the
 others. The embedded corpus is the source code of the Python standard library on this machine: megabytes of
@@ -188,7 +188,7 @@ def _name(path: Path) -> str:
 
 
 def open_corpus(path: Path | None, *, vocab_size: int) -> Corpus:
-    """Return the corpus a path stands for; every token is below ``vocab_size``.
+    """Return the corpus at a path; every token is below ``vocab_size``.
 
     That is the embedded corpus for None; a ``*.bin`` token file, whose last tenth is for validation; a folder with
     ``train.bin`` and ``val.bin``; or a text file or a folder of text, read as byte tokens.

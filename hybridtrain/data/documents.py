@@ -236,7 +236,7 @@ def _unread(file: SourceFile, splits: set[str], part: str) -> str:
 
 
 def _content(record: Record) -> bytes:
-    """Return the bytes that equal records share."""
+    """Return canonical bytes, equal for equal records."""
     value = record
     if isinstance(record, bytes):
         try:
@@ -308,7 +308,7 @@ def read_documents(
 
 
 def _text_passages(path: Path) -> Iterator[Passage]:
-    """Yield a text file in pieces that a tokenizer sees as it would see the whole."""
+    """Yield a text file in pieces whose tokens equal those of the whole."""
     opens, rest = True, ""
     with path.open(encoding="utf-8", newline="") as file:
         while chunk := file.read(_PIECE_CHARACTERS):

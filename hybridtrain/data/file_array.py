@@ -1,4 +1,4 @@
-"""Arrays in files, of which a part is read when it is asked for, so that what happens to the file becomes a message.
+"""Arrays in files, read part by part on demand, so that a changed file gives an error message.
 
 A page of a mapping beyond the end of a file that was cut short is SIGBUS, which ends the process without a word. So
 parts are read by their place in the file; only what is larger stays a view, of which parts are taken later.

@@ -1,4 +1,4 @@
-"""What a file holds: prose, or records that are a document each. A record is never read as prose.
+"""Kinds of files: prose, or records that are a document each. A record is never read as prose.
 
 Records are told by a file's name, and JSON under another name by its content. Beside records, a folder of ``datasets``
 holds files about them (a card, a licence, metadata), which are no documents.
@@ -22,7 +22,7 @@ Record: TypeAlias = bytes | object
 
 
 class Kind(StrEnum):
-    """How a file's documents are told apart."""
+    """The layout of a file's documents."""
 
     TEXT = "text"
     """It is one document."""

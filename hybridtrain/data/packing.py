@@ -47,7 +47,7 @@ class EncodedDocuments:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedRows:
-    """Which pieces of documents each row holds."""
+    """The pieces of documents in each row."""
 
     documents: EncodedDocuments
     seq_len: int
@@ -164,7 +164,7 @@ def pack(
 def _pieces(
     documents: EncodedDocuments, seq_len: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:  # fmt: skip
-    """Return first input and length of each piece with a target that counts; how many are dropped, documents cut."""
+    """Return first input and length of each piece with a counted target; numbers of dropped pieces, cut documents."""
     begins = np.concatenate([np.zeros(1, dtype=np.int64), documents.ends[:-1]])
     num_pairs = np.maximum(documents.ends - begins - 1, 0)
     num_pieces = -(-num_pairs // seq_len)
@@ -220,7 +220,7 @@ def keyed_order(count: int, seed: int, *key: int) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class RowPosition:
-    """Where a batch begins; the next ones follow without a gap."""
+    """The first row of a batch; the next ones follow without a gap."""
 
     batch: int = 0
     """Its number, from 0."""

@@ -1,4 +1,4 @@
-"""A program that renders chat templates for ``template_renderer``: they are programs of somebody else's.
+"""A program that renders chat templates, which are untrusted programs, for ``template_renderer``.
 
 It needs jinja2 alone. Standard input has ``sys.path`` and then requests, a line of JSON each; standard output answers.
 Memory, processor time and the length of a text are limited, so that no template takes the machine or never ends.
@@ -33,7 +33,7 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
 
 class _TemplateError(ValueError):
-    """A kind of fault, and why."""
+    """A kind of fault, and its reason."""
 
 
 def _refuse(message: object) -> None:

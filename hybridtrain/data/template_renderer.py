@@ -35,7 +35,7 @@ class TemplateLimitError(DataError):
 
 
 def ask(template: str, shared: str, names: Sequence[Mapping[str, object]], *, marks: bool) -> Mapping[str, Any]:
-    """Return a template's texts of some messages, ``shared`` in JSON, and whether it says itself what an answer is.
+    """Return a template's texts of some messages, ``shared`` in JSON, and whether the template marks answers itself.
 
     Raises:
         ValueError: the template refuses the messages.

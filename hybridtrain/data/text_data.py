@@ -1,4 +1,4 @@
-"""What a [data] table stands for: text encoded once into files that are memory-mapped, a part of it held out.
+"""The data of a [data] table: text encoded once into memory-mapped files, with a held-out part.
 
 The files lie in a folder named by the digest of everything that decides the tokens: contents, tokenizer, template,
 options. So a resumed run finds the same tokens, and changed data or a changed tokenizer makes others. Tokens are raw
@@ -107,7 +107,7 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartFacts:
-    """What a part's files hold."""
+    """Facts about a part's files."""
 
     num_tokens: int
     num_documents: int
@@ -121,7 +121,7 @@ class _PartFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Index:
-    """Written last: files without it are not whole."""
+    """The index, written last: files without it are incomplete."""
 
     dtype: Literal["<u2", "<u4"]
     train: _PartFacts
@@ -129,7 +129,7 @@ class _Index:
 
 
 class _Encoding:
-    """How the tokens of a [data] table are made, and which files hold them."""
+    """Encodes the text of a [data] table, and finds the files of its tokens."""
 
     def __init__(
         self, config: DataConfig, tokenizer: Tokenizer, source: TextSource, other: TextSource | None, vocab_size: int
@@ -244,7 +244,7 @@ class _Encoding:
 
 
 def _counted(encoded: Encoded, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """Return whether each token stands for a character of the spans."""
+    """Return whether each token covers a character of the spans."""
     counts = np.zeros(encoded.ids.size, dtype=np.bool_)
     for first, last in spans:
         counts |= (encoded.spans[:, 0] < last) & (encoded.spans[:, 1] > first)
@@ -350,7 +350,7 @@ class _PartWriter:
 
 
 def _paths(place: Path, name: str) -> list[Path]:
-    """Return where tokens, counts and ends of a part lie."""
+    """Return the paths of a part's tokens, counts and ends."""
     return [place / f"{name}.{kind}" for kind in ("tokens", "counts", "ends")]
 
 
@@ -360,7 +360,7 @@ def _digest(path: Path) -> str:
 
 
 def _read_parts(place: Path) -> tuple[list[EncodedDocuments], int] | None:
-    """Return both parts and their largest token, or None unless all is there as it was written."""
+    """Return both parts and their largest token, or None unless all files are intact."""
     try:
         index = decode(_Index, json.loads((place / _INDEX).read_bytes()), source=str(place))
         parts = []

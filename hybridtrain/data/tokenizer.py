@@ -52,7 +52,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokenizer(ABC):
-    """What text needs to become tokens, and tokens text."""
+    """Encodes text to tokens, and decodes tokens to text."""
 
     vocab_size: int
     """Every token is below it."""

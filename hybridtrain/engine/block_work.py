@@ -1,4 +1,4 @@
-"""Which work of a block is the same for every block like it, so that a dry run may do it once."""
+"""The work of a block that equal blocks share, so that a dry run does it once."""
 
 from collections.abc import Callable, Hashable
 
@@ -36,7 +36,7 @@ def block_work(
 
 
 class _SharedMatrix:
-    """Which of a block's matrices has its values in the memory that all share."""
+    """Tracks which matrix of a block has its values in the shared memory."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block

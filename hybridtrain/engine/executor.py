@@ -155,12 +155,12 @@ class Executor(ModelRun):
 
 
 def _whole(blocks: Iterable[int]) -> Iterator[Visit]:
-    """Yield the visits of blocks that are computed with."""
+    """Return visits that use whole blocks."""
     return (Visit(block, is_whole=True) for block in blocks)
 
 
 def _boundary_storage(plan: PhasePlan) -> tuple[object, ...]:
-    """Return the settings that decide which boundaries are kept, where, and of which size."""
+    """Return the settings that decide number, place and size of kept boundaries."""
     return plan.boundary, plan.compute_dtype, plan.recompute_every, plan.kept_blocks, plan.schedule
 
 

@@ -73,7 +73,7 @@ class ModelRun:
         return GradStore(self.model.units(), self.plan, self._shards, wants_norm=self._wants_norm)
 
     def waves(self, group: range) -> list[range]:
-        """Return the micro-batches that pass block by block: all of a group, each alone where another stage waits."""
+        """Return the micro-batches of each pass over blocks: the whole group, or single ones in a pipeline."""
         return [group] if self.part.is_whole else [group[i : i + 1] for i in range(len(group))]
 
     def receive(self, shape: Sequence[int], rank: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What several ranks cannot do together, or were told otherwise, is refused before anything is built."""
+"""Refusals, before anything is built, of plans that ranks cannot run and of settings that differ between them."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Which phase comes next, how long it lasts, and how bold a jump may be."""
+"""The controller of phases: the next phase, its length, and the strength of jumps."""
 
 import math
 from collections import deque

@@ -33,7 +33,7 @@ _FORWARD, _TRUE_STEP = 1.0, 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridResult:
-    """One phase step: a true step, or a jump of its own."""
+    """The result of one phase step: a true step, or a separate jump."""
 
     step: int
     """True steps done."""

@@ -1,4 +1,4 @@
-"""Where stored weights of packed blocks are on the device: homes of resident blocks, slots that streamed ones share.
+"""Device places of packed blocks' stored weights: homes of resident blocks, slots that streamed ones share.
 
 Every block has fixed places: its slot is its number among the streamed blocks modulo the number of slots, so no memory
 is allocated in steady state, and a graph that outlives a visit finds its weights again where they were.

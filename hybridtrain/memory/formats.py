@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002  a format ignores what of the protocol it has no use for
-"""How exact float32 values are stored: optimizer state by itself, a weight together with what completes it.
+"""Storage formats of exact float32 values: of optimizer state alone, of a weight together with its master weight.
 
 One file for every format. A format works on flat slices of P elements that begin at a multiple of 256, loads them as
 float32 and stores them back; nothing else in the project knows what is inside. Stochastic rounding draws from the
@@ -40,7 +40,7 @@ def parts(count: int, height: int | None = None) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """How one stored tensor looks."""
+    """Shape and dtype of one stored tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Which range of a parameter is whose, and the passage of ranges between ranks.
+"""The owners of parameters' ranges, and the exchange of ranges between ranks.
 
 The sum of a gradient is that of the ranks' own sums, added in the order of ranks whatever the collective. A parameter
 is cut into as many ranges as there are ranks, each of whole groups of 256 elements, which codes need; rank i owns
@@ -40,7 +40,7 @@ def overlap(part: slice, own: slice) -> tuple[slice, slice]:
 
 
 class Shards:
-    """What one rank holds, and its exchanges with the others.
+    """The ranges of one rank, and its exchanges with the others.
 
     Args:
         copies: Has the group, and tells the ledger.

@@ -1,4 +1,4 @@
-"""What passes between the stages of a pipeline beside the steps: each has its own part of one model."""
+"""Exchanges between the stages of a pipeline outside of steps; each stage has its own part of the model."""
 
 from collections.abc import Sequence
 

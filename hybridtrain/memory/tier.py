@@ -65,7 +65,7 @@ class TierAccount:
 
 
 class Bytes(Protocol):
-    """Where a buffer's content is: ``HostBytes`` or a ``DiskFile``."""
+    """The content of a buffer: ``HostBytes`` or a ``DiskFile``."""
 
     def read(self, offset: int, target: Tensor) -> None:
         """Fill ``target``, contiguous on the CPU, from ``offset`` bytes on."""

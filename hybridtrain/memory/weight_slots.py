@@ -1,4 +1,4 @@
-"""How weights of blocks lie in memory that they share, and the small rules of which block is where."""
+"""The layout of blocks' weights in shared memory, and the rules of each block's place."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ _T = TypeVar("_T", Tensor, TierTensor)
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """Where what is stored of each parameter of a block lies in a run of bytes."""
+    """The byte layout of a block's stored parameters."""
 
     layout: ByteLayout
     counts: tuple[int, ...]

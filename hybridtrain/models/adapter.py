@@ -25,7 +25,7 @@ _PART = ".adapter."
 
 
 class Adapter(nn.Module):
-    """What is trained beside a frozen ``Linear``."""
+    """The trained matrices beside a frozen ``Linear``."""
 
     def __init__(
         self, linear: Linear, *, rank: int, scale: float, probability: float, learns_magnitude: bool, dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""What decoders are built of: layers, attention by the plan's name for it, the output head, initial values.
+"""Parts of decoders: layers, attention by its name in the plan, the output head, initial values.
 
 B batch, T sequence, D width, V vocabulary, N heads, K key heads, H head dim, R half a head dim.
 """

@@ -30,7 +30,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class UpdateStep:
-    """What one parameter's update depends on, beside the optimizer's own settings."""
+    """The settings of one parameter's update, beside those of the optimizer."""
 
     number: int
     """Of updates since the state was zero, this one included."""

@@ -97,7 +97,7 @@ class MoveNorm:
 
 @dataclass(frozen=True, slots=True)
 class SlowStep:
-    """What one update does with the slow average: a ``StepHook``."""
+    """Updates the slow average in one step, as a ``StepHook``."""
 
     beta: float
     """Decay in force."""

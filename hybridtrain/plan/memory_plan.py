@@ -19,28 +19,28 @@ from hybridtrain.plan.placement import Codec, Placement
 
 
 class Schedule(StrEnum):
-    """In which order micro-batches and blocks are visited within one optimizer step."""
+    """The order of micro-batches and blocks within one optimizer step."""
 
     HORIZONTAL = "horizontal"
     VERTICAL = "vertical"
 
 
 class UpdateDevice(StrEnum):
-    """Where the optimizer's arithmetic runs."""
+    """The device of the optimizer's arithmetic."""
 
     DEVICE = "device"
     HOST = "host"
 
 
 class Attention(StrEnum):
-    """How attention is computed."""
+    """The implementation of attention."""
 
     FLASH = "flash"
     UNFUSED = "unfused"
 
 
 class LinearKind(StrEnum):
-    """What the blocks' matrices multiply with."""
+    """The values that the blocks' matrices multiply with."""
 
     FULL = "full"
     TERNARY = "ternary"
@@ -48,14 +48,14 @@ class LinearKind(StrEnum):
 
 
 class WidenBy(StrEnum):
-    """How much of what is stored as codes has its values at a time."""
+    """The unit in which coded weights are widened."""
 
     BLOCK = "block"
     MATRIX = "matrix"
 
 
 class DynamicRange(StrEnum):
-    """What shares one range of 8-bit codes, taken from its values."""
+    """The unit that shares one range of 8-bit codes."""
 
     GROUP = "group"
     """256 elements."""
@@ -145,7 +145,7 @@ class PhasePlan:
     static_scales: bool = setting(False, "int8 weights keep the scales of their first values.")
     symmetric: bool = added(True, "Ranges of int8 weights are about zero; false: about the middle of values.")
     dynamic_range: DynamicRange = added(DynamicRange.GROUP, "Elements of an int8 range: group, 256; tensor, a matrix.")
-    update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Where the optimizer's arithmetic runs.")
+    update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "The device of the optimizer's arithmetic.")
     attention: Attention = added(Attention.FLASH, "flash: never holds the scores of all pairs; unfused: plain ops.")
     linear: LinearKind = added(
         LinearKind.FULL, "full: matrices as they are; ternary: rounded to three values where used (BitNet)."

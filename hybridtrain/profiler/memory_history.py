@@ -1,4 +1,4 @@
-"""What a run's snapshots add up to, as figures and as text: phases, the peak, spikes, alerts with advice, the cost.
+"""Statistics of a run's memory snapshots, as figures and as text: phases, peak, spikes, alerts with advice, cost.
 
 Statistics, peak and counts are exact whatever the length of the run. Snapshots are thinned and events capped, so that
 memory stays bounded: a snapshot is about half a KB, and ``max_snapshots`` of them are about 10 MB.

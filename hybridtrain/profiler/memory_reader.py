@@ -100,7 +100,7 @@ def machine_memory_bytes(limits: tuple[str | Path, ...] = _CGROUP_LIMITS) -> int
 
 
 class MemorySource(StrEnum):
-    """Where the figure of used memory comes from."""
+    """The source of the figure of used memory."""
 
     NVML = "NVML"
     """The whole card, all processes."""

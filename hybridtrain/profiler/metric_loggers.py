@@ -1,4 +1,4 @@
-"""Where metrics go while a run lasts: TensorBoard, Weights & Biases, MLflow, or anything with ``log`` and ``close``.
+"""Metric loggers of a run: TensorBoard, Weights & Biases, MLflow, or anything with ``log`` and ``close``.
 
 The packages are optional and imported on first use.
 """

@@ -1,4 +1,4 @@
-"""Where a folder of transformers holds each parameter: under which names, in which shapes, turned or in pieces."""
+"""The location of each parameter in a transformers folder: names, shapes, transposes, pieces."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

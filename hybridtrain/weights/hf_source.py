@@ -45,7 +45,7 @@ class HfSource:
 
     @property
     def left_out(self) -> str:
-        """What a multimodal model has beside the text model, in a sentence; empty: nothing."""
+        """A sentence on the parts of a multimodal model beside the text model; empty: there are none."""
         if not self._left_out:
             return ""
         num_bytes = sum(tensor.num_bytes for tensor in self._left_out.values())

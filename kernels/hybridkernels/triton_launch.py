@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run on this machine's card, asked once by a trial launch."""
+"""Test of Triton on this machine's card, once, by a trial launch."""
 
 import warnings
 from functools import cache

@@ -1,4 +1,4 @@
-"""What all loss forecasters share: signals, forecasts, intervals that learn from past errors.
+"""The base of all loss forecasters: signals, forecasts, intervals that learn from past errors.
 
 A forecast is never of the next raw loss but of a block mean: the mean training loss over the last ``window`` steps of
 the horizon. The learning rates of those steps are known in advance and given.

@@ -15,7 +15,7 @@ BUDGET_MIB = 512.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastScore:
-    """How one forecaster did at one horizon; losses in nats per token."""
+    """The score of one forecaster at one horizon; losses in nats per token."""
 
     kind: str
     horizon: int

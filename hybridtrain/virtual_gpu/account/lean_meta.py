@@ -1,4 +1,4 @@
-"""What torch does for meta tensors, without what only real ones need.
+"""Lean dispatch of meta tensors, without the work that only real ones need.
 
 Rules ask torch._dynamo to leave them alone, which imports it (1.4 s), and sympy whether what they check holds (0.4 s),
 which they know themselves as long as no size is a symbol. A custom op passes functions of Python's for autograd's sake

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002  an observer that counts nothing takes the same
-"""The seam between the engine, which knows what a tensor is for, and whoever counts its bytes."""
+"""The interface between the engine, which knows each tensor's purpose, and the ledgers that count its bytes."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,7 @@ class Stage(StrEnum):
 
 
 class Lane(StrEnum):
-    """What runs beside what: each lane does its work in order, lanes wait for each other where they say so."""
+    """Lanes that run in parallel: each works in order, and waits for others only where recorded."""
 
     COMPUTE = "compute"
     COPY_IN = "copy in"
@@ -37,7 +37,7 @@ class Lane(StrEnum):
 
 
 class MemoryObserver(Protocol):
-    """Told where the step stands and what its tensors are for. The methods here count nothing."""
+    """Observes the progress of a step and the purpose of its tensors. The methods here count nothing."""
 
     def region(self, stage: Stage, unit: str) -> AbstractContextManager[None]:
         """Assign what follows to ``stage`` of ``unit``."""

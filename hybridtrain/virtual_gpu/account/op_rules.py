@@ -1,4 +1,4 @@
-"""What the ledger must know of an op: its arithmetic, traffic and scratch, and what it returns on meta tensors.
+"""Rules of ops for the ledger: arithmetic, traffic, scratch, and results on meta tensors.
 
 Figures are per call; bytes of traffic are read plus written.
 """
@@ -162,7 +162,7 @@ def op_key(func: Op, args: Args, kwargs: Kwargs) -> OpKey | None:
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What torch's schema and tags say of an op."""
+    """Traits of an op by torch's schema and tags."""
 
     func: Op
     """Kept: its identity is the key of all that is remembered of it, for its hash is a call of Python's."""

@@ -22,7 +22,7 @@ _SIZES = frozenset({"large_segment_size", "max_split_size", "max_non_split_round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
-    """What ``PYTORCH_ALLOC_CONF`` sets, with the same limits.
+    """The settings of ``PYTORCH_ALLOC_CONF``, with the same limits.
 
         >>> AllocatorConfig(expandable_segments=True, max_split_size=64 * 2**20).to_environment()
         'expandable_segments:True,max_split_size_mb:64'

@@ -69,7 +69,7 @@ class OutOfMemory(HeldMemory):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What the allocator did with a whole trace."""
+    """The result of replaying a whole trace."""
 
     steps: tuple[StepMemory, ...]
     oom: OutOfMemory | None
@@ -316,7 +316,7 @@ class _Run(Player):
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """The last step as one that can follow itself."""
+    """The last step as a repeatable cycle."""
 
     body: range
     """Its events up to its last allocation."""
@@ -327,7 +327,7 @@ class Cycle:
 
 
 class Settled:
-    """Tells when a repeated step has nothing new to ask: allocator and storages are as they were before it."""
+    """Detects that repeated steps have settled: allocator and storages equal those before the step."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator

@@ -1,4 +1,4 @@
-"""By how much reserved bytes move when a run is not quite the one that was planned: the same trace, replayed otherwise.
+"""The range of reserved bytes when a run differs slightly from its plan: the same trace, replayed with changes.
 
 Allocated bytes of a step do not depend on what came before it; reserved ones do, for the allocator keeps what earlier
 requests left. So the events of a dry run are played again in another order: no model is run a second time. What is

@@ -84,7 +84,7 @@ def falling(end: int = FIRST_ADDRESS) -> Placement:
 
 
 class BlockState(StrEnum):
-    """What a block is at the moment; the first three are the names in torch's memory snapshots."""
+    """The state of a block; the first three are the names in torch's memory snapshots."""
 
     ACTIVE_ALLOCATED = "active_allocated"
     ACTIVE_PENDING_FREE = "active_pending_free"

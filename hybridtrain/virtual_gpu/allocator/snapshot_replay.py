@@ -1,4 +1,4 @@
-"""What a real card's allocator did, asked of the model again: the same requests, from the same start.
+"""Replays of a real card's allocator history through the model: the same requests, from the same start.
 
 Two questions. **With the driver's addresses** every event must be as recorded: nothing is left to chance. **With
 addresses of our own**, as a plan has them, equal blocks may be chosen in another order, and reserved bytes may differ.
@@ -27,7 +27,7 @@ _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Where a replay ended, in bytes."""
+    """The end of a replay, in bytes."""
 
     allocated_bytes: int
     reserved_bytes: int

@@ -111,7 +111,7 @@ class Card:
 
     @property
     def allocator_capacity_bytes(self) -> int:
-        """What is left for the allocator."""
+        """The bytes left for the allocator."""
         return self.memory_bytes - self.context_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""What joins cards, and how long a collective takes on it.
+"""Links between cards, and the time of collectives on them.
 
 Bytes are those of ring algorithms, per rank and direction (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
 Collective Communication Operations in MPICH", 2005; nccl-tests, doc/PERFORMANCE.md): of S bytes that all ranks have

@@ -96,7 +96,7 @@ def _efficiencies() -> dict[str, Efficiency]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeError:
-    """How far estimated tokens/s are from recorded ones that were left out of the fit: their ratio less 1."""
+    """The error of estimated tokens/s against recorded ones that were left out of the fit: their ratio less 1."""
 
     runs: int
     mean: float
@@ -230,7 +230,7 @@ _CACHED_SHARE = 4
 
 
 class Rates:
-    """What one card and machine reach in practice."""
+    """The rates that one card and machine reach in practice."""
 
     def __init__(self, card: Card, host: Host, efficiency: Efficiency) -> None:
         self._card, self._efficiency = card, efficiency

@@ -23,7 +23,7 @@ NUM_STEPS_OF_GROWTH = 2 + _LIFE
 
 @dataclass(slots=True, kw_only=True)
 class Noted:
-    """What is noted of code that runs, beside its tensors."""
+    """Notes on running code, beside its tensors."""
 
     refusals: list[str] = field(default_factory=list)
     """What was refused to the code, in words: requests for memory, and sizes that depend on computed values. What
@@ -42,7 +42,7 @@ class Noted:
 
 @dataclass(slots=True, kw_only=True)
 class Seen(Noted):
-    """What a ledger notes as code runs."""
+    """A ledger's notes on running code."""
 
     made_at: dict[int, str] = field(default_factory=dict)
     """Where storages of the third and later steps were made."""

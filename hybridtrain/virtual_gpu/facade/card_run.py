@@ -1,4 +1,4 @@
-"""What a run takes of a card: bytes by class, the peak, the time of a step. Bytes are planned, times estimated."""
+"""A run's use of a card: bytes by class, the peak, the time of a step. Bytes are planned, times estimated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""What a script sees of a card: ``torch.cuda``, the methods of tensors that name a device, and who else asks for one.
+"""A script's view of a card: ``torch.cuda``, the tensor methods that name a device, and other users of devices.
 
 ``facade`` replaces attributes of torch while it is open and puts every one back. Nothing of a real card is touched,
 on a machine that has one neither.

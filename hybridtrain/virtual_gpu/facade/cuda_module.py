@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""What ``torch.cuda`` says of a virtual card, and its streams and events."""
+"""The replacement of ``torch.cuda`` for a virtual card, with its streams and events."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

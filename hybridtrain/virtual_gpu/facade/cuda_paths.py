@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Which kernels torch takes on CUDA where it would take others elsewhere, and the scratch that they allocate.
+"""Kernels that torch chooses only on CUDA, and the scratch that they allocate.
 
 Composite ops choose by device: attention, autocast, and dropout (in ``cuda_facade``). While ``cuda_paths`` is open,
 tensors of a virtual card take the card's choice. Each rule names its source in torch 2.13.

@@ -1,4 +1,4 @@
-"""What a training step of any model takes of a card, in one call; the shape asked for in pytorch/rfcs#108."""
+"""The memory and time of any model's training step on a card, in one call; the shape asked for in pytorch/rfcs#108."""
 
 import copy
 import inspect
@@ -28,7 +28,7 @@ _LARGEST = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """What a training step takes. Bytes are ``planned``, times ``estimated``."""
+    """Memory and time of a training step. Bytes are ``planned``, times ``estimated``."""
 
     card: Card
     batch_size: int

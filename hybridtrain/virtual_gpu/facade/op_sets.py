@@ -1,4 +1,4 @@
-"""What a virtual card knows of ops where torch's tags and schemas (``traits_of``) say nothing, with the reason."""
+"""Sets of ops that need rules of a virtual card beyond torch's tags and schemas (``traits_of``), with reasons."""
 
 import sys
 from collections.abc import Callable

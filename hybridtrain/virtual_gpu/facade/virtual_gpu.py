@@ -1,4 +1,4 @@
-"""A card that is not there, for code that knows nothing of it: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
+"""A virtual card for unmodified code: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
 
 import os
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ class _Turns:
 
 
 class StepsDone(BaseException):
-    """As many optimizer steps as were asked for are done. Not an ``Exception``: a script must not swallow it."""
+    """The requested optimizer steps are done. Not an ``Exception``: a script must not swallow it."""
 
 
 class VirtualGpu:

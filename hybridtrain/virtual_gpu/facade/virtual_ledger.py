@@ -1,4 +1,4 @@
-"""A ledger for code that believes it has a card: every tensor of it lies on the meta device and has a place.
+"""A ledger for code on a virtual card: every tensor lies on the meta device and has a place.
 
 A tensor on the meta device has a shape and no bytes. Here its storage also has a place, the host's memory or the
 card's, which an op's results inherit (``placed_storages.py``); so a model of any size is built, moved and trained
@@ -62,7 +62,7 @@ _HOST_WORK = 2**20
 
 
 class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
-    """Runs PyTorch code on a card that is not there: counts as ``StorageLedger``, and refuses as the card would."""
+    """Runs PyTorch code on a virtual card: counts as ``StorageLedger``, and refuses as the card would."""
 
     def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
         super().__init__(card, host, allocator)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="override"
-"""Streams of a virtual card that are told apart: what is allocated on one, the allocator's cache gives to no other.
+"""Distinct streams of a virtual card: the allocator caches memory per stream.
 
 Trainers on many cards gather weights and reduce gradients on streams of their own; so reserved bytes are the sum of
 what each stream ever held at a time, which is more than the largest sum.
