@@ -54,7 +54,7 @@ class Trainer(PlanEngine):
         group: The ranks that train together, this one among them; None: this process alone.
 
     Raises:
-        ConfigError: the plan does not keep what the optimizer remembers, adapters are meant for a matrix that is not
+        ConfigError: the plan lacks the optimizer's state, adapters are meant for a matrix that is not
             there, the source cannot be read, or the ranks were given other settings.
     """
 
@@ -218,7 +218,7 @@ class Trainer(PlanEngine):
             return [upload_batch(batch, self.transfer, marks_padding=marks) for batch in batches]
 
     def _stored_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
-        """Gather all gradients, then update."""
+        """Compute all gradients, then update."""
         losses = self._run_backward(batches, number)
         if self.loss_scale is None:
             batches.clear()
@@ -307,7 +307,7 @@ class Trainer(PlanEngine):
         return self.config.optimizer.max_grad_norm > 0 or self.loss_scale is not None
 
     def _has_overflowed(self, norm: Tensor) -> bool:
-        """Return whether the step is to be run again with a smaller loss scale."""
+        """Return whether to repeat the step with a smaller loss scale."""
         if self.loss_scale is None or isinstance(self.transfer, VirtualTransfer):
             return False
         return not math.isfinite(self.transfer.read(norm)) and self.loss_scale.overflowed()
@@ -333,7 +333,7 @@ class Trainer(PlanEngine):
     def _checked(
         self, step: int, losses: Sequence[Tensor], norm: Tensor | None, *, is_applied: bool = False
     ) -> tuple[float, float | None]:
-        """Return loss and norm as numbers; raise when one of them is none."""
+        """Return loss and norm as numbers; raise if one of them is not finite."""
         count = len(self._share.num_targets) // self.data_group.world
         gathered = self.data_group.gather_numbers(self._of_head(losses, count))
         loss = mean_loss(gathered, self._share.num_targets)
@@ -356,7 +356,7 @@ class Trainer(PlanEngine):
     def _refusal(
         self, step: int, fault: str, *, is_applied: bool, kind: type[DivergenceError] = DivergenceError
     ) -> DivergenceError:
-        """Return the error of a step that is not to be applied; its gradients are forgotten."""
+        """Return the error of a refused step, after dropping its gradients."""
         layers = () if issubclass(kind, SpikeError) else self.executor.grads.non_finite()
         self.executor.drop()
         outcome = "The step was not applied."

@@ -1,6 +1,6 @@
-"""The one pass over parameters: what an update does, and whatever else reads or changes weights and their state.
+"""The one pass over parameters, for updates and for all other reads and changes of weights and their state.
 
-Everything is worked on where it lives: on the device in slices, streamed through it in slices, or on the host by the
+All work happens where tensors live: on the device in slices, streamed through it in slices, or on the host by the
 processor. Nothing of a parameter's size is held beyond what the stores hold, but for parameters that an optimizer must
 see in one piece. P elements of a flat slice.
 """
@@ -321,7 +321,7 @@ class ParameterPass:
         self._write_back(task, current)
 
     def _write_back(self, task: _Task, unit: Unit | None) -> None:
-        """Write back a unit's changed weights, once all ranks have the ranges that others changed."""
+        """Write back a unit's changed weights, once all ranks have the changed ranges of the others."""
         if unit is None or not task.settings.writes_weights:
             return
         if self._shards.cuts_state and not self._weights.is_cut(unit.name):

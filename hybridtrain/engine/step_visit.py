@@ -132,7 +132,7 @@ BlockDone = Callable[[Unit], object]
 
 
 def upload_batch(batch: TokenBatch, transfer: Transfer, *, marks_padding: bool = False) -> DeviceBatch:
-    """Return a micro-batch on the device; ``marks_padding``: with what says where its padding is."""
+    """Return a micro-batch on the device; ``marks_padding``: with a mask of its padding."""
     documents = counted_BT = None
     if marks_padding and batch.lengths_B is not None:
         counted_BT = transfer.upload(np.arange(batch.token_ids_BT.shape[1]) < batch.lengths_B[:, None])

@@ -67,7 +67,7 @@ class HybridResult:
 
 @dataclass(slots=True)
 class HybridStatistics(Stateful):
-    """Sums over a run. Predicted steps are diagnostics: they are no speed-up."""
+    """Sums over a run. Predicted steps are diagnostics, not a speed-up."""
 
     steps_by_phase: dict[str, int] = field(default_factory=lambda: {phase.value: 0 for phase in Phase})
     predicted_steps: float = 0.0
@@ -261,7 +261,7 @@ class HybridTrainer(Stateful):
         )  # fmt: skip
 
     def _is_harmful(self, controller: PhaseController, before: float, after: float) -> bool:
-        """Return whether a jump has to be taken back, by the loss on the probe batch before and after it."""
+        """Return whether a jump must be undone, by the probe batch's loss before and after it."""
         if self._config.searches:
             return not after < before
         if controller.judge_probe(before, after):
@@ -320,7 +320,7 @@ class HybridTrainer(Stateful):
     def load_state_dict(self, state: State) -> None:
         """Restore the state of a saved run; raises ``ConfigError`` if it is damaged, or of another version.
 
-        A copy for rollback is not saved: its jump can no longer be taken back.
+        A copy for rollback is not saved: its jump can no longer be undone.
         """
         try:
             super().load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Watches the run: how each block's loss ends beside its forecast, how far each step is from the run's own past.
+"""Watches the run: each block's loss against its forecast, each step's divergence from the run's past.
 
 Forecasters that encode the whole state of a training get statistics of the optimizer's moments too.
 """

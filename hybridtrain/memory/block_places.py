@@ -1,7 +1,7 @@
 """Device places of packed blocks' stored weights: homes of resident blocks, slots that streamed ones share.
 
 Every block has fixed places: its slot is its number among the streamed blocks modulo the number of slots, so no memory
-is allocated in steady state, and a graph that outlives a visit finds its weights again where they were.
+is allocated in steady state. A graph that outlives a visit finds its weights again where they were.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class Holds(Enum):
-    """Content of a slot whose block is cut among ranks."""
+    """Content of a slot whose block is sharded over ranks."""
 
     ROW = 0
     """Nothing but the row of this rank."""
@@ -58,7 +58,7 @@ class WeightSlot:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A block whose weights will be asked for."""
+    """A coming use of a block's weights."""
 
     block: int
     reads: bool = True
@@ -68,7 +68,7 @@ class Visit:
 
 
 class BlockPlaces:
-    """Brings what is stored of blocks to the device, ahead of its use where visits are planned, and back.
+    """Brings stored weights of blocks to the device, prefetched where visits are planned, and back.
 
     ``streamed`` blocks wait below the device and share ``num_slots``; ``layout`` is that of a block's stored tensors.
     """
@@ -117,7 +117,7 @@ class BlockPlaces:
             self._copies.release(self._buffers.pop(block))
 
     def close(self) -> None:
-        """Wait for the slots' copies before their memory goes."""
+        """Wait for the slots' copies before their memory is freed."""
         for slot in self._slots:
             if slot.gather is not None:
                 self._copies.end(slot.gather)

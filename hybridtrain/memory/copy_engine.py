@@ -26,7 +26,7 @@ class Gather:
 class CopyEngine:
     """Allocates buffers below the device and copies between them and device tensors.
 
-    A copy is only started here; what needs its result waits for its ticket. The observer is told which lane works.
+    A copy is only started here; users of its result wait for its ticket. The observer records the lane of each copy.
     """
 
     def __init__(self, transfer: Transfer, observer: MemoryObserver, group: Group | None = None) -> None:
@@ -76,7 +76,7 @@ class CopyEngine:
         return Ticket(op, self.transfer.fetch(target, source.content, offset, [ticket.event for ticket in before]))
 
     def store(self, source: Tensor, target: TierBuffer, offset: int = 0) -> Ticket:
-        """Start writing ``source`` as the compute queue leaves it; it must not change until the ticket is done."""
+        """Start writing ``source`` after the queued compute work; it must not change until the ticket is done."""
         op = self.observer.work(Lane.COPY_OUT, source.nbytes, [self.observer.mark()])
         if target.placement is Placement.DISK:
             op = self.observer.work(Lane.DISK, source.nbytes, [op])
@@ -127,7 +127,7 @@ class CopyEngine:
         self.observer.join(op)
 
     def mark(self) -> Ticket:
-        """Return a ticket for everything the compute queue was given so far."""
+        """Return a ticket for all work queued for compute so far."""
         return Ticket(self.observer.mark(), self.transfer.mark())
 
     def wait(self, ticket: Ticket) -> None:

@@ -1,7 +1,7 @@
 """Copies on a CUDA card: one stream in, one stream out, ordered by events; files are read and written by a thread.
 
 Nothing orders these streams but events: torch's streams do not wait for the default one. The caching allocator hands a
-freed block to the compute stream at once, whatever a copy still does with it, so every tensor of a copy is held here
+freed block to the compute stream at once, whatever a copy still does with it. So every tensor of a copy is held here
 until the compute stream waits for that copy, or for a later one of its stream.
 """
 
@@ -58,7 +58,7 @@ class _Lane:
         self._held: deque[tuple[_Copy, Tensor]] = deque()
 
     def hold(self, copy: _Copy, tensor: Tensor) -> _Copy | None:
-        """Keep the tensor of a copy; return the oldest copy when there are many."""
+        """Hold the tensor of a copy; return the oldest copy when there are many."""
         self._held.append((copy, tensor))
         return self._held[0][0] if len(self._held) > _MOST_HELD else None
 
@@ -76,7 +76,7 @@ class _Staging:
         self._busy: deque[tuple[Future[None] | torch.cuda.Event, HostBytes]] = deque()
 
     def take(self, num_bytes: int) -> HostBytes:
-        """Return a buffer of at least ``num_bytes``; waits for one when many are on their way."""
+        """Return a buffer of at least ``num_bytes``; waits for one when many are in use."""
         while self._busy and (len(self._busy) >= _MOST_STAGED or _is_over(self._busy[0][0])):
             use, buffer = self._busy.popleft()
             _wait_over(use)
@@ -91,7 +91,7 @@ class _Staging:
         return HostBytes(num_bytes, pinned=True)
 
     def give_back(self, buffer: HostBytes, use: "Future[None] | torch.cuda.Event") -> None:
-        """Take a buffer back once its last use is over."""
+        """Reclaim a buffer once its last use is over."""
         self._busy.append((use, buffer))
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class CudaTransfer(DirectTransfer):
         return self._recorded(self._out, source, num_out=self._out.num_copies + 1, blocking=blocking)
 
     def _recorded(self, lane: _Lane, tensor: Tensor, *, num_out: int, blocking: bool = False) -> _Copy:
-        """Return the copy that was just given to a lane; ``blocking``: a thread that waits for it sleeps."""
+        """Return the copy just added to a lane; ``blocking``: a thread that waits for it sleeps."""
         event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
         event.record(lane.stream)
         lane.num_copies += 1

@@ -23,7 +23,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 class GradStore:
     """Owns every parameter gradient, unit by unit, in the order of a unit's parameters.
 
-    Dropped ones are on the device until someone takes them within the step. Of the micro-batches of a step as many sums
+    Dropped ones stay on the device until they are taken within the step. Of the micro-batches of a step as many sums
     are made as there are shards.
     """
 
@@ -192,7 +192,7 @@ class GradStore:
         return grads
 
     def _parts(self, grads: list[Tensor]) -> list[list[Tensor]]:
-        """Return the ranges that were summed here, of which norms are taken, share by share."""
+        """Return the locally summed ranges, the inputs of norms, share by share."""
         if self._shards.shares == 1 or self._shards.cuts_grads:
             return [grads]
         if self._shards.cuts_state:

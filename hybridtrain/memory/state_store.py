@@ -1,4 +1,4 @@
-"""State of parameters beside weight and gradient: master weight, optimizer state and what goes with it."""
+"""State of parameters beside weight and gradient: master weight, optimizer state, predictor state."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ _SQUEEZED_ELEMENTS = 1 << 22
 
 @dataclass(slots=True)
 class StateSlot:
-    """One tensor of state of one parameter, in whatever format."""
+    """One tensor of state of one parameter, in any format."""
 
     spec: StateSpec
     storage: StateFormat
@@ -58,7 +58,7 @@ class StateSlot:
         ]
 
     def reset(self) -> None:
-        """Forget the values, as before the first update: what is below the device keeps its place."""
+        """Reset the values to those before the first update; tensors below the device keep their place."""
         self.is_fresh = True
         if self.placement is Placement.DEVICE:
             self.tensors = ()
@@ -142,7 +142,7 @@ class StateStore:
         weight: StoredWeight,
         specs: Sequence[StateSpec],
     ) -> None:
-        """Do as ``initialize`` with float32 values that come slice by slice, and never whole."""
+        """Initialize from float32 values that come slice by slice, never whole."""
         storage = self.formats.of(weight)
         master: Stored | None = None
         for part, value_P in slices:

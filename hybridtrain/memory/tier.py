@@ -1,4 +1,4 @@
-"""Memory below the device: buffers in host memory or in files, and an exact account of their bytes."""
+"""Memory below the device: buffers in host memory or files, and an exact account of their bytes."""
 
 import mmap
 import resource
@@ -127,7 +127,7 @@ def _pin(address: int, num_bytes: int) -> None:
 
 
 def _unpin(address: int) -> None:
-    """Unlock pages once no copy uses them: nothing says that cudaHostUnregister waits."""
+    """Unlock pages once no copy uses them: cudaHostUnregister is not documented to wait."""
     with suppress(RuntimeError):  # a device that failed copies nothing any more
         torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ class TierBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Something that a lane will have done: its number in the ledger and, on CUDA, what to wait for."""
+    """The future end of an op on a lane: its number in the ledger and, on CUDA, its event."""
 
     op: int
     event: object = None

@@ -19,7 +19,7 @@ from hybridtrain.plan.placement import Placement
 class Transfer:
     """Moves data between host and the compute device.
 
-    As it stands, nothing is computed and nothing copied: what a transfer does not override is done at once.
+    This base class computes and copies nothing; methods that a transfer does not override complete at once.
     """
 
     def __init__(self, device: torch.device, tiers: TierAccount) -> None:

@@ -57,7 +57,7 @@ Values = tuple[Tensor, Widen | None]
 
 
 class MatrixSlot:
-    """Device memory that all coded matrices share, one at a time: ``flat``, uint8, is as large as the largest."""
+    """Device memory that coded matrices share one at a time: ``flat``, uint8, has the size of the largest."""
 
     def __init__(self, codes: CodeFormat, flat: Tensor) -> None:
         self.codes = codes
@@ -75,7 +75,7 @@ class MatrixSlot:
 
 @dataclass(eq=False, slots=True)
 class _MatrixWidening:
-    """Brings the values of one coded matrix to the place that all share."""
+    """Widens one coded matrix into the shared memory."""
 
     _slot: MatrixSlot
     _stored: StoredWeight
@@ -115,7 +115,7 @@ def widen(codes: CodeFormat, stored: Iterable[StoredWeight], parameters: Iterabl
 def streamed_blocks(plan: PhasePlan, blocks: range) -> tuple[int, ...]:
     """Return those of the held blocks whose weights wait below the device; resident ones are spread evenly among them.
 
-    Spread, they give the bus time to fetch the next streamed one; side by side they would leave it idle.
+    Spread blocks give the bus time to fetch the next streamed one; neighbouring ones would leave it idle.
     """
     if plan.weight.placement is Placement.DEVICE:
         return ()

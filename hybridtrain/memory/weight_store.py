@@ -1,4 +1,4 @@
-"""Weights as the forward pass reads them, and as they are stored: the same, or somewhere else, or in 8 bits.
+"""Weights for the forward pass, and their storage: the same, in another place, or in 8 bits.
 
 Parameters of packed blocks are bound once, to the places of ``BlockPlaces`` or to what codes are widened into.
 """
@@ -35,7 +35,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class WeightMirror:
-    """The stored weights of one unit, once more in host memory."""
+    """A copy of one unit's stored weights in host memory."""
 
     def __init__(self, unit: str, weights: Sequence[StoredWeight], copies: CopyEngine) -> None:
         self._tensors = [tensor for weight in weights for tensor in weight]

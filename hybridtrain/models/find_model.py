@@ -1,4 +1,4 @@
-"""A model's shape by whatever names it: a preset, a file, a folder, a name on the hub. No torch."""
+"""A model's shape by name: a preset, a file, a folder, a name on the hub. No torch."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def find_model(text: str) -> ModelConfig:
-    """Return a shape by what names it; raises ``ConfigError``: there is no such model, or its file is faulty.
+    """Return the shape of a named model; raises ``ConfigError`` if there is none, or its file is faulty.
 
     ``text`` is a preset's name; a ``.toml`` file with a shape; a Hugging Face folder, or its ``config.json``; or a name
     on the hub as ``Qwen/Qwen3-8B``, of which ``config.json`` alone is fetched.

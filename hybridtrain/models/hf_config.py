@@ -62,7 +62,7 @@ def read_json(path: Path, remedy: str) -> dict[str, JsonValue]:
 
 
 def hf_text_config(mapping: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """Return ``config.json`` of the text part of a multimodal model, and that of any other as it is."""
+    """Return the text part of a multimodal model's ``config.json``, and any other unchanged."""
     hf, text = _multimodal(mapping), mapping.get("text_config")
     if hf is None or hf.multimodal is None or not isinstance(text, dict):
         return mapping
@@ -74,7 +74,7 @@ def hf_text_config(mapping: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
 
 
 def is_multimodal(mapping: Mapping[str, JsonValue]) -> bool:
-    """Return whether ``config.json`` is that of a model with parts beside the text model that is read of it."""
+    """Return whether ``config.json`` is that of a multimodal model, of which only the text model is read."""
     return _multimodal(mapping) is not None
 
 

@@ -42,7 +42,7 @@ class UpdateStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """Hyper-parameters with the arithmetic that they belong to; as it stands, slice by slice, without second moment.
+    """Hyper-parameters with their update rule; the base works slice by slice, without second moment.
 
     Raises:
         ValueError: a setting of a name in ``_RULES`` is out of its range.

@@ -1,4 +1,4 @@
-"""State of a weight predictor: what it remembers of the trajectory of every weight."""
+"""State of a weight predictor: its record of every weight's trajectory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

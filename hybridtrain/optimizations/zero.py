@@ -1,4 +1,4 @@
-"""ZeRO: what every rank would hold alike is cut among them (Rajbhandari et al., 1910.02054)."""
+"""ZeRO: replicated state is sharded over ranks (Rajbhandari et al., 1910.02054)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

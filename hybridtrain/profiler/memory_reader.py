@@ -1,4 +1,4 @@
-"""One reading of everything a memory profile shows, from the best source this machine has."""
+"""One reading of all figures of a memory profile, from this machine's best source."""
 
 import os
 import resource

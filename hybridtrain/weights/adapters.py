@@ -1,4 +1,4 @@
-"""Adapters as PEFT's files, out and in, or merged into the weights that they stand beside."""
+"""Adapters exported to and imported from PEFT's files, or merged into their weights."""
 
 import copy
 import json

@@ -80,7 +80,7 @@ class SlowGradient(WeightPredictor):
         return self._made(step, lr)
 
     def undo(self, jump: Jump) -> None:
-        """Add what was subtracted."""
+        """Undo the last jump: add what was subtracted."""
         self._pass(-jump.predicted_steps * jump.lr, None, None)
 
     def _pass(self, lr_steps: float, step: SlowStep | None, rollback: RollbackCopy | None) -> None:

@@ -1,8 +1,8 @@
 """Lean dispatch of meta tensors, without the work that only real ones need.
 
-Rules ask torch._dynamo to leave them alone, which imports it (1.4 s), and sympy whether what they check holds (0.4 s),
+Rules ask torch._dynamo to skip them, which imports it (1.4 s). They ask sympy whether their checks hold (0.4 s),
 which they know themselves as long as no size is a symbol. A custom op passes functions of Python's for autograd's sake
-on its way to who watches the dispatcher: none has anything to do where no gradient is asked for.
+on its way to dispatch modes: none has anything to do where no gradient is asked for.
 """
 
 import sys

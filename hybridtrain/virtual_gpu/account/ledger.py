@@ -1,4 +1,4 @@
-"""A ledger of every storage: who allocated it, for what, how many bytes, until when.
+"""A ledger of every storage: its allocator, purpose, bytes and lifetime.
 
 It watches the dispatcher, so it sees the same ops on meta tensors (a dry run), on the CPU (a run with real arithmetic)
 and on CUDA. The rule not to break: storages are watched through weak references, and the ledger never keeps one alive.
@@ -126,7 +126,7 @@ class Peak:
 
 
 def find_peak(trace: LedgerTrace, events: range) -> Peak:
-    """Return the first moment of greatest live bytes within ``events``, and who held them.
+    """Return the first moment of greatest live bytes within ``events``, and their holders.
 
     >>> with StorageLedger() as ledger:
     ...     ledger.begin_step()
@@ -253,7 +253,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def region(self, stage: Stage, unit: str) -> Iterator[None]:
-        """Give the storages allocated inside to ``unit`` and to the default class of ``stage``."""
+        """Assign the storages allocated inside to ``unit`` and to the default class of ``stage``."""
         outer = (self._stage, self._unit)
         self._stage, self._unit = stage, unit
         try:

@@ -21,7 +21,7 @@ UnitBytes = dict[tuple[TensorClass, str], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldMemory:
-    """The allocator's bytes at one moment, and who holds them."""
+    """The allocator's bytes at one moment, and their holders."""
 
     step: int
     """Counted from 1; 0 while the model is being built."""
@@ -59,7 +59,7 @@ class OutOfMemory(HeldMemory):
     def of(
         cls, refusal: AllocatorOutOfMemory, step: int, place: tuple[Stage, str], held: tuple[ClassBytes, UnitBytes]
     ) -> Self:
-        """Return a refusal with where the code stood, and who held the allocated bytes."""
+        """Return a refusal with stage, unit and holders of the allocated bytes."""
         return cls(
             step=step, stage=place[0], unit=place[1], requested_bytes=refusal.requested_bytes,
             allocated_bytes=refusal.allocated_bytes, reserved_bytes=refusal.reserved_bytes,

@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotReplay:
-    """One device's record against the model."""
+    """Comparison of one device's record with the model."""
 
     recorded: Outcome
     at_their_addresses: Outcome
@@ -121,7 +121,7 @@ def _plain(segments: Sequence[Segment]) -> list[tuple[object, ...]]:
 
 
 class _Run:
-    """The model on a record's requests."""
+    """Runs the model on a record's requests."""
 
     def __init__(self, device: RecordedDevice, start: Sequence[Segment], place: Callable[[], Placement] | None) -> None:
         self._elsewhere = None if place is None else place()

@@ -32,7 +32,7 @@ _MASKS = frozenset({torch.bool, torch.uint8})
 
 
 class Place(Enum):
-    """Where the bytes of a tensor would be."""
+    """The place of a tensor's bytes."""
 
     HOST = "cpu"
     DEVICE = "cuda"

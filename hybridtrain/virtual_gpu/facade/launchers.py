@@ -120,7 +120,7 @@ def _launch(enter_world: Callable[[int], None]) -> Callable[..., Any]:
 
 
 class _Popen(subprocess.Popen[Any]):
-    """A process, if need be; Python that prints where its parent does runs here."""
+    """A replacement of ``Popen``: Python that prints where its parent does runs here, all else as a process."""
 
     def __init__(self, args: Any, *rest: Any, **kwargs: Any) -> None:
         words = args if isinstance(args, list | tuple) else []

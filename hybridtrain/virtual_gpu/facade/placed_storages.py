@@ -1,4 +1,4 @@
-"""Storages in two places, the host's memory and the card's: each byte is counted where it would be."""
+"""Storages in two places, host memory and the card's: each byte is counted in its place."""
 
 import weakref
 from bisect import bisect_right
@@ -27,7 +27,7 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
 class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
-    """Counts virtual storages where they would be, and refuses as card and host would."""
+    """Counts virtual storages in their places, and refuses as card and host would."""
 
     def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
         super().__init__(device="meta")
@@ -230,7 +230,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
 
 
 def _cuda_message(card: Card, refusal: OutOfMemory) -> str:
-    """Return torch's words for a refused request, and where the code stood."""
+    """Return torch's message for a refused request, with stage and unit."""
     free = max(card.allocator_capacity_bytes - refusal.reserved_bytes, 0)
     is_pass = refusal.stage in {Stage.FORWARD, Stage.BACKWARD}
     place = f"in the {refusal.stage} pass" if is_pass else f"in {refusal.stage}"
@@ -244,7 +244,7 @@ def _cuda_message(card: Card, refusal: OutOfMemory) -> str:
 
 
 class ModuleUnits:
-    """To which module an op belongs, in a forward pass and in the backward pass of what it recorded."""
+    """The module of each op, in a forward pass and in its backward pass."""
 
     def __init__(self) -> None:
         self._open: list[str] = []

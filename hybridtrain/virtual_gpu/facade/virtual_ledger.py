@@ -340,7 +340,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
 
 
 def _asked_for(func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Place | None:
-    """Return the place that an op's device names; None where it names none, or what it makes is made for real."""
+    """Return the place of an op's device argument; None where it has none, or makes real tensors."""
     device = kwargs.get("device")
     if device is None or device.type == "meta":
         return None

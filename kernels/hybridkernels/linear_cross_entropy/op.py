@@ -2,7 +2,7 @@
 
 The gradients are made in the forward pass, where the logits are, as in Liger's fused linear cross entropy (2410.10989).
 The matrix products stay with cuBLAS; the softmax between them turns the logits into their own gradient in place, by a
-Triton kernel on CUDA, torch's ops elsewhere, so a slice costs its logits once, in the compute dtype.
+Triton kernel on CUDA, torch's ops elsewhere. So a slice costs its logits once, in the compute dtype.
 
 M tokens, C tokens of a slice, D width, V vocabulary, P padded V; R rows at a time in torch's ops.
 """
