@@ -121,7 +121,7 @@ class TensorFileWriter:
 
     def write(self, name: str, first: int, values_P: Tensor) -> None:
         """Write elements from number ``first`` on; ``values_P`` is contiguous, of the tensor's type, on the CPU."""
-        assert values_P.dtype == self._dtypes[name], "whoever writes rounds"
+        assert values_P.dtype == self._dtypes[name], "callers round values"
         self._write(self._offsets[name] + first * values_P.itemsize, values_P.view(torch.uint8).numpy().data)
 
     def _write(self, offset: int, content: memoryview | bytes) -> None:

@@ -279,7 +279,7 @@ class Trainer(PlanEngine):
             self._checked(number, losses, norm)
         except SpikeError:
             raise
-        except DivergenceError as error:  # once more, to look at what was let go
+        except DivergenceError as error:  # once more, to inspect the dropped gradients
             layers: list[str] = []
 
             def look(unit: Unit) -> None:

@@ -18,9 +18,9 @@ _MEANING = (
     "plan.adapter_alpha", "plan.adapter_scaling", "plan.adapter_dropout", "plan.adapter_targets",
     "plan.adapter_magnitude",
 )  # fmt: skip
-"""Settings of a plan that say what is trained; the others say where it lives, and in how many bits."""
+"""Settings of a plan that decide what is trained; the others decide place and bits."""
 _FIXED = ("model", "optimizer.kind", "hybrid", *(name for name in _MEANING if "scale_lr" not in name))
-"""What nobody can change: the saved tensors would mean something else."""
+"""Settings that can never change: the saved tensors would mean something else."""
 
 
 def settings_of(

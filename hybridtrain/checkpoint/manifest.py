@@ -52,7 +52,7 @@ class StateEntry:
     format: str
     """One of ``STATE_FORMATS``."""
     tensors: tuple[str, ...]
-    """What is stored of it; nothing before its first update."""
+    """Its stored tensors; none before the first update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Generation:
     cycle: JsonMapping | None
     """State of the cycle around the trainer; tensors in it are named."""
     extra: JsonMapping
-    """Whatever whoever saved it wanted to keep."""
+    """Extra values of the caller."""
 
     def tensors(self) -> Mapping[str, FileTensor]:
         """Return all tensors, to be read range by range."""

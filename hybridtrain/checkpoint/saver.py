@@ -217,7 +217,7 @@ class CheckpointSaver:
                 for tensor in shard:
                     total, is_checked = 0, tensor.must_be_finite and tensor.dtype.is_floating_point
                     for part in tensor.parts():
-                        if self._gives_up:  # nobody waits for it any more
+                        if self._gives_up:  # its result is abandoned
                             raise KeyboardInterrupt
                         values_P = tensor.read(part, None).contiguous()
                         if is_checked and not all(map(math.isfinite, torch.aminmax(values_P))):
@@ -248,7 +248,7 @@ def _exhaust(work: Iterator[None], end: Future[None]) -> None:
         for _ in work:
             pass
         end.set_result(None)
-    except BaseException as error:  # noqa: BLE001  whoever waits raises it
+    except BaseException as error:  # noqa: BLE001  raised where the result is read
         end.set_exception(error)
 
 

@@ -12,7 +12,7 @@ T = TypeVar("T")
 class Most:
     """Largest value of a field, beside its type: ``num_blocks: Annotated[int, Most(4096)]``.
 
-    It is far beyond what anybody trains on a card, and near enough that nothing hangs or overflows before it is told.
+    It is far beyond any training on a card, and small enough that nothing hangs or overflows before the error.
     """
 
     value: int

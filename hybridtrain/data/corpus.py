@@ -45,7 +45,7 @@ _SKIPPED_PREFIXES: Final = ("_sysconfigdata", "config-", "sitecustomize")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens to train and to validate on. The arrays may be memory-mapped; nobody writes to them."""
+    """Tokens to train and to validate on. The arrays may be memory-mapped, and are read-only."""
 
     name: str
     """Short name for tables: ``embedded``, or the name of the file or folder."""

@@ -51,7 +51,7 @@ class _Opened:
 
 
 class FileArray(np.memmap[Any, Any]):
-    """A flat array in a file. Nobody writes to it."""
+    """A flat, read-only array in a file."""
 
     _opened: _Opened
     _begin: int

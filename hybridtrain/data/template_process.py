@@ -26,10 +26,10 @@ MOST_CHARACTERS: Final = 2**24
 """Of one text: four million tokens, more than any model reads."""
 
 _TODAY: Final = datetime(2024, 7, 26, tzinfo=UTC)
-"""What templates are told as the date, that a text has the same tokens every day: the one that Llama 3's templates take
+"""The date passed to templates, fixed so that a text has equal tokens every day: the one that Llama 3's templates take
 where they are told none."""
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""What begins a mark; a number follows."""
+"""The beginning of a mark; a number follows."""
 
 
 class _TemplateError(ValueError):
@@ -93,7 +93,7 @@ class _Compiled:
         plain = self._text(names)
         if not (marks and self.has_markers):
             return plain, []
-        number = f"{secrets.randbelow(10**30):030d}"  # unknown to whoever wrote the texts
+        number = f"{secrets.randbelow(10**30):030d}"  # unknown to the authors of texts
         self._marks = (_OPEN + number, _CLOSE + number)
         try:
             marked = self._text(names)
@@ -156,7 +156,7 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, object]:
         return {"fault": error.args[0], "why": error.args[1]}
     except MemoryError:
         return {"fault": "memory"}
-    except Exception as error:  # noqa: BLE001  a template is a program of somebody else's
+    except Exception as error:  # noqa: BLE001  a template is an untrusted program
         return {"fault": fault, "why": str(error)}
     return {"has_markers": template.has_markers, "texts": texts}
 

@@ -76,7 +76,7 @@ class _Process:
                     running.stdin.flush()
                 answer = running.stdout.readline()
             except BaseException:
-                self.close()  # an answer that nobody read would be the next one's
+                self.close()  # an unread answer would be taken for the next one's
                 raise
             if answer.endswith(b"\n"):
                 content: Mapping[str, Any] = json.loads(answer)

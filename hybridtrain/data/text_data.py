@@ -54,13 +54,13 @@ class TextData:
     tokenizer: Tokenizer
     packing: Packing
     settings: JsonMapping
-    """What a resumed run must share, by dotted name."""
+    """Settings that a resumed run must share, by dotted name."""
     source: str
     """One sentence on where the tokens come from."""
     template: str = ""
     """The chat template, where it is another one than the tokenizer's own."""
     is_tokens: bool = False
-    """It was in tokens before; whether they are the tokenizer's, nobody tells."""
+    """The source is a token file; whether its tokens are the tokenizer's is unknown."""
 
 
 def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) -> TextData:
@@ -90,7 +90,7 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
         )
     encoding = _Encoding(config, tokenizer, source, other, vocab_size)
     parts = encoding.open(folder, say)
-    _tell_share(config, *parts, say)
+    _report_share(config, *parts, say)
     settings: JsonMapping = {"data.digest": encoding.key, "data.name": config.path.resolve().name}
     if tokenizer.digest != BYTES:
         settings["data.tokenizer"] = tokenizer.digest
@@ -251,7 +251,7 @@ def _counted(encoded: Encoded, spans: Iterable[tuple[int, int]]) -> npt.NDArray[
     return counts
 
 
-def _tell_share(
+def _report_share(
     config: DataConfig, train: EncodedDocuments, validation: EncodedDocuments | None, say: Say
 ) -> None:  # fmt: skip
     """Report a held-out share that differs from the requested one by more than half of it."""

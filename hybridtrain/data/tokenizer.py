@@ -36,7 +36,7 @@ TOKENIZER_FILES: Final = (_TOKENIZER, _CONFIG, "tokenizer.model", "vocab.json")
 _AS_THE_FILE_SAYS: Final = {None, "PreTrainedTokenizerFast", "TokenizersBackend"}
 """Classes of transformers that take a tokenizer.json as it is."""
 _DECIDES: Final = ("normalizer", "pre_tokenizer", "model", "post_processor", "decoder", "added_tokens")
-"""What of a tokenizer.json decides about tokens and their text."""
+"""Parts of a tokenizer.json that affect tokens and their text."""
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -65,7 +65,7 @@ class Tokenizer(ABC):
     pad_id: int = 0
     """Fills rows; any token will do, for its prediction never counts."""
     special_tokens: Mapping[str, str]
-    """What chat templates may name: bos_token, eos_token, ..."""
+    """Tokens that chat templates may name: bos_token, eos_token, ..."""
     templates: Mapping[str, str] = field(default_factory=dict)
     """Chat templates by name; "default" is the tokenizer's own."""
     digest: str

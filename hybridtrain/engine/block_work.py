@@ -10,7 +10,7 @@ from hybridtrain.models.widening import Widen, widening_of
 from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 _PARTS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-"""Attributes of every module that are looked at one by one."""
+"""Attributes of every module that are inspected one by one."""
 _HOOKS = frozenset(vars(nn.Module())) - _PARTS - {"training"}
 """Those that may do anything."""
 
@@ -52,7 +52,7 @@ class _SharedMatrix:
             widen.pretend(is_done=number == mark)
 
     def _widenings(self) -> list[Widen]:
-        if self._found is None:  # nobody but a dry run asks
+        if self._found is None:  # only a dry run needs it
             found = [widening_of(parameter) for parameter in self._block.parameters()]
             self._found = [widen for widen in found if widen is not None]
         return self._found

@@ -32,7 +32,7 @@ class ModelRun:
         self.observer = shards.copies.observer
         self.units = model.units(everywhere=True)
         self.part = model.part
-        """What of the model is held: all of it, or that of a stage."""
+        """The held part of the model: all of it, or that of a stage."""
         self.trains_tied = model.config.tied and model.head.weight.requires_grad
         """The head's weight is the token embedding, and trained."""
         experts = model.config.experts

@@ -43,7 +43,7 @@ class PassSettings:
     reads_stored: bool = False
     """Stored weights are needed themselves, whatever their format."""
     loads_values: bool = True
-    """Without it only what is stored is read and written."""
+    """Without it only stored tensors are read and written."""
     writes_weights: bool = True
     rounds_to_nearest: bool = False
     """Weights without a master are otherwise rounded stochastically."""

@@ -37,7 +37,7 @@ class PlanEngine:
         self.units = model.units()
         self.states = StateStore(full, self._formats[Phase.FULL], shards)
         self._stored_as = Phase.FULL
-        """Phase whose plan says how weights are stored, and where master weights are unless they were stored away."""
+        """Phase whose plan decides the storage of weights, and the place of master weights not moved away."""
         self.executor = Executor(model, self.weights, full, shards, wants_norm=wants_norm)
         self._connect()
 

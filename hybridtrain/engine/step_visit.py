@@ -32,7 +32,7 @@ class BlockGraph:
     hidden_in_BTD: Tensor
     output: GradientEdge | None
     """Where the block's output left the graph. Holding the tensor itself would keep one boundary alive for nothing.
-    None: the pass was written down only."""
+    None: the pass was only recorded."""
     held: Held | None
 
 
@@ -60,7 +60,7 @@ def differentiate_block(
 
     def differentiate(again: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         output = get_gradient_edge(again[0]) if again else graph.output
-        assert output is not None, "what was written down only is run again first"
+        assert output is not None, "a forward pass that was only recorded is run again first"
         return torch.autograd.grad(output, (graph.hidden_in_BTD, *parameters), grad_BTD)
 
     grad_in_BTD, *grads = observer.repeat_backward(graph.held, (grad_BTD,), differentiate)
@@ -77,7 +77,7 @@ class DeviceBatch:
     """Those that count; the loss is the mean over them."""
     documents: Documents | None = None
     counted_BT: Tensor | None = None
-    """bool: which positions are no padding, where anybody asks; None: all are."""
+    """bool: positions that are not padding, where needed; None: all."""
     num_tokens: int = 0
     """Those of ``counted_BT``; without it all count."""
 

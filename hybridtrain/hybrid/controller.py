@@ -17,7 +17,7 @@ _SMALLEST_SCALE = 1 / 16
 _GROWTH = 1.25
 """Of the strength, per block that ended as forecast; a bad block halves it."""
 _CALM_STEPS = 200
-"""Steps with halved strength after a jump was taken back."""
+"""Steps with halved strength after a jump was undone."""
 _CONFIDENCE_MEMORY = 0.8
 _PROBE_MEMORY = 50
 _FEWEST_PROBES = 8

@@ -49,12 +49,12 @@ class HybridResult:
     move_rms: float = 0.0
     """Root mean square of that jump, in learning rates."""
     prediction_error: float | None = None
-    """Mean loss of the block that ended with this step minus what was forecast; None in between."""
+    """Mean loss of the block that ended with this step minus its forecast; None in between."""
     confidence: float = 1.0
     scale: float = 1.0
     """Strength of jumps in force, 1 unless the controller is careful."""
     is_rolled_back: bool = False
-    """The jump before this step was taken back."""
+    """The jump before this step was undone."""
     cost: float = 3.0
     """Forward passes' worth of work: a forward pass of the step's batch is 1, a backward pass 2."""
     seconds: float = 0.0
@@ -101,7 +101,7 @@ class HybridTrainer(Stateful):
     """
 
     _pending: Jump | None
-    """That can still be taken back."""
+    """The last jump, if it can still be undone."""
 
     def __init__(self, trainer: Trainer, config: HybridConfig | None, load_probe: LoadBatches | None = None) -> None:
         self.trainer = trainer

@@ -17,7 +17,7 @@ FEWEST_STEPS = 20
 _RECENT = 16
 _CALM_STEPS = 20
 _LONGEST_CRITICAL = 50
-"""After so many critical steps in a row their level is the new past: nobody rolled them back."""
+"""Critical steps in a row after which their level becomes the new past: they were not rolled back."""
 _CAUTION_Z, _WARNING_Z, _CRITICAL_Z = 4.5, 6.5, 12.0
 _WARNING_NORM_Z = 9.0
 """Log norms have heavy tails: single harmless batches were measured at 6.8."""

@@ -40,13 +40,13 @@ class WeightSlot:
     flat: Tensor
     """uint8."""
     block: int | None = None
-    """Whose content is inside or on its way."""
+    """The block whose content is inside or in transfer."""
     arriving: Ticket | None = None
     leaving: Ticket | None = None
     row: Tensor | None = None
     """This rank's part on its way, uint8, where weights are cut."""
     holds: Holds = Holds.WHOLE
-    """What of the block is in its place, where weights are cut."""
+    """The part of the block that is in place, where weights are sharded."""
     gather: Gather | None = None
     """Of all ranks' rows of the block, begun before it is used."""
 

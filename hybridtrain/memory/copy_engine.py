@@ -35,7 +35,7 @@ class CopyEngine:
         self.group: Group = group or DirectGroup()
         self.observer = observer
         self._sent: dict[int, tuple[int, Callable[[], None], Tensor]] = {}
-        """On their way to other ranks: number of the op, what waits for it, tensor."""
+        """Sends in progress: number of the op, its wait, tensor."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, tensor_class: TensorClass, unit: str) -> Tensor:
         """Return an unset tensor on the device, whose purpose the ledger knows."""

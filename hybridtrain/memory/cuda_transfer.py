@@ -268,7 +268,7 @@ def _is_over(use: "Future[None] | torch.cuda.Event") -> bool:
 
 
 def _wait_over(use: "Future[None] | torch.cuda.Event") -> None:
-    # However it ends: a failed write is told by whoever asks for it.
+    # However it ends: a failed write is raised where its result is read.
     if isinstance(use, Future):
         use.exception()
     else:

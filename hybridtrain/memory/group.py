@@ -22,7 +22,7 @@ T = TypeVar("T")
 _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Its name from torch 2.13 on, and the one before."""
 TIMEOUT_S = 600.0
-"""How long a rank waits for the others before it ends."""
+"""Seconds for which a rank waits for the others before it ends."""
 
 
 class Group:
@@ -132,7 +132,7 @@ class TorchGroup(Group):
             return cls(device)
 
         try:
-            return _within(timeout_s, meet)
+            return _with_timeout(timeout_s, meet)
         except (dist.DistError, OSError, RuntimeError, ValueError) as error:
             raise RankError(
                 f"rank {rank if rank >= 0 else 'of this process'}: the ranks did not meet within {timeout_s:g} s "
@@ -153,7 +153,7 @@ class TorchGroup(Group):
 
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:
         """Start sending; the tensor is held until it is waited for."""
-        with self._told():
+        with self._rank_errors():
             given = source.contiguous() if self._on_cuda else source.clone()
             lane = self._to_lower if rank < self.rank else None
             work = dist.isend(given.view(-1).view(torch.uint8), rank, group=lane)
@@ -162,7 +162,7 @@ class TorchGroup(Group):
 
         def wait() -> None:
             nonlocal given
-            with self._told():
+            with self._rank_errors():
                 work.wait()
             del given
 
@@ -170,7 +170,7 @@ class TorchGroup(Group):
 
     def receive(self, target: Tensor, rank: int) -> None:
         """Receive."""
-        with self._told():
+        with self._rank_errors():
             got = target if self._on_cuda else torch.empty_like(target)
             lane = self._to_lower if rank > self.rank else None
             work = dist.irecv(got.view(-1).view(torch.uint8), rank, group=lane)
@@ -195,13 +195,13 @@ class TorchGroup(Group):
         self, collective: Callable[..., object], target: Tensor, source: Tensor, **settings: bool
     ) -> Callable[[], None]:
         """Call a collective on flat tensors; return a function that waits for it and fills ``target``."""
-        with self._told():
+        with self._rank_errors():
             # gloo's thread lets go of tensors when it comes to it, and then no two ledgers would be the same.
             got, given = (target, source) if self._on_cuda else (torch.empty_like(target), source.clone())
             work = collective(got.view(-1), given.view(-1), **settings)
 
         def end() -> None:
-            with self._told():
+            with self._rank_errors():
                 if settings:
                     assert isinstance(work, dist.Work), "of a collective that is under way"
                     work.wait()
@@ -211,10 +211,10 @@ class TorchGroup(Group):
         return end
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _rank_errors(self) -> Iterator[None]:
         """Convert torch's errors about other ranks to ``RankError``; no ledger sees the work inside."""
         try:
-            with _disable_current_modes():  # as copies between tiers: the ledger is told of it by who asks
+            with _disable_current_modes():  # as copies between tiers, which callers report to the ledger
                 yield
         except (dist.DistError, RuntimeError) as error:
             raise RankError(
@@ -240,10 +240,10 @@ def gather_texts(group: Group, device: torch.device, text: str) -> list[str]:
         return [bytes(row[:count].cpu().numpy()).decode() for row, count in zip(rows, counts, strict=True)]
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
+def _with_timeout(seconds: float, call: Callable[[], T]) -> T:
     """Call a function with a timeout.
 
-    It runs in a thread of its own, which nobody waits for where it takes longer: torch has waits without an end.
+    It runs in a thread of its own, which is abandoned after the timeout: torch has waits without an end.
 
     Raises:
         TimeoutError: it takes longer.

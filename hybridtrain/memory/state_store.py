@@ -78,11 +78,11 @@ class ParameterState:
     slots: tuple[StateSlot, ...]
     """Of the optimizer."""
     extra: tuple[StateSlot, ...] = ()
-    """What the plan keeps beside it, for whoever remembers a weight's trajectory."""
+    """The plan's extra state, for predictors that keep a weight's trajectory."""
     arriving: list[Ticket] = field(default_factory=list)
     """On the way back from another tier; waited for before use."""
     leaving: list[TierBuffer] = field(default_factory=list)
-    """Where they come from, given back once they are here."""
+    """Their source buffers, released after the fetch."""
     own: slice | None = None
     """Range of the parameter's elements that state is held of; None: all."""
 

@@ -96,7 +96,7 @@ class HostBytes:
         if pinned:
             address = self.tensor.data_ptr()
             _pin(address, self.tensor.nbytes)
-            # The driver must let go of the pages before they are unmapped, also when nobody calls ``close``.
+            # The driver must unpin the pages before they are unmapped, also without a call of ``close``.
             self._unpin = finalizer = weakref.finalize(self, _unpin, address)
             finalizer.atexit = False  # the system takes everything then, and CUDA may be gone
 

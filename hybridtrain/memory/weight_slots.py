@@ -53,7 +53,7 @@ class StoredLayout:
 
 
 Values = tuple[Tensor, Widen | None]
-"""Memory that a parameter is bound to, and how it gets its values there; None: the store sees to it, or it has them."""
+"""Memory that a parameter is bound to, and the rule that fills it; None: the store fills it, or it has its values."""
 
 
 class MatrixSlot:

@@ -259,7 +259,7 @@ class MemoryPlan:
 
 
 def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
-    """Fill every cell and setting that nobody claimed.
+    """Fill every unclaimed cell and setting.
 
     Weights are stored in the compute dtype, gradients and boundaries too; a master copy exists only where the
     stored weights are less exact than fp32; all else has the default of its declaration.

@@ -105,7 +105,7 @@ class MemorySource(StrEnum):
     NVML = "NVML"
     """The whole card, all processes."""
     ALLOCATOR = "torch allocator"
-    """What this process' PyTorch reserved; without the CUDA context and other processes."""
+    """Bytes reserved by this process' PyTorch; without the CUDA context and other processes."""
     PROCESS = "process RSS"
     """Resident memory of this process on the host."""
 

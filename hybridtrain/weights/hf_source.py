@@ -100,7 +100,7 @@ class HfSource:
 
     def _equals_embedding(self, output: FileTensor) -> bool:
         embedding = self._tensors.get(self._weights["embedding.token"].names[0])
-        if embedding is None or embedding.dtype_name not in DTYPES:  # told already
+        if embedding is None or embedding.dtype_name not in DTYPES:  # reported already
             return True
         if (output.shape, output.dtype_name) != (embedding.shape, embedding.dtype_name):
             return False

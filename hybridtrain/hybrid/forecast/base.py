@@ -51,7 +51,7 @@ class RawForecast:
     aleatoric: float
     """Standard deviation that the model ascribes to noise in the data."""
     epistemic: float
-    """Standard deviation over what the model could be: spread of an ensemble or of fits."""
+    """Standard deviation over models: spread of an ensemble or of fits."""
     entropy: float | None = None
     """Of the categorical state, nats per categorical, 0 (sure) to ln of its classes; None where there is none."""
 

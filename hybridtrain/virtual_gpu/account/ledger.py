@@ -56,7 +56,7 @@ class OpRecord:
     shape: tuple[int, int, int] | None = None
     """Rows, columns and inner dimension of a matmul; the rows of a batch count together."""
     link_seconds: float = 0.0
-    """Of a collective: how long it keeps the link."""
+    """Seconds for which a collective occupies the link."""
 
 
 def _placed(record: OpRecord, event: int, stage: Stage, unit: str, waits: tuple[int, ...]) -> OpRecord:
@@ -91,7 +91,7 @@ class LedgerTrace:
     cache_releases: tuple[int, ...] = ()
     """Events before which the caching allocator was emptied."""
     streams: tuple[int, ...] = ()
-    """On which stream each storage was allocated, whose cache serves no other; empty: all on the first."""
+    """Stream of each storage's allocation, whose cache serves no other; empty: all on the first."""
 
     def stream_of(self, storage: int) -> int:
         """Return the stream that a storage was allocated on."""
@@ -181,7 +181,7 @@ _TAPE = (
     "live_bytes", "peak_bytes", "_next_index", "_sizes", "_classes", "_units", "_events", "_ops", "_last_compute",
     "_joined",
 )  # fmt: skip
-"""What a ledger has written down."""
+"""The recorded effects of a ledger."""
 
 
 class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -396,8 +396,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del outputs, work
         finally:
             vars(self).update(outside)
-        assert piece is not None, "a backward pass that was written down before can be written down again"
-        assert len(self._alive) == number, "what nobody counted is gone"
+        assert piece is not None, "a recorded backward pass can be recorded again"
+        assert len(self._alive) == number, "uncounted storages are freed"
         return piece
 
     def _write_down(

@@ -88,7 +88,7 @@ def scratch_bytes(func: Op, args: Sequence[Any]) -> int:
 
 OpKey = tuple[Hashable, ...]
 _Answer = Callable[[Args, Kwargs], Any]
-"""What an op returns, from its arguments."""
+"""Makes an op's results from its arguments."""
 _NUMBERS = frozenset({float, int})
 _DRAWN = _ATEN.normal_.default
 """Known from the start: torch's own rule for meta tensors imports torch._dynamo, a second of a dry run."""

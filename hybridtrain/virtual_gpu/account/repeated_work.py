@@ -63,7 +63,7 @@ class Result:
     """A tensor that work gave back."""
 
     storage: int
-    """-1: one without bytes, which nobody counts."""
+    """-1: one without bytes, which is not counted."""
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -80,7 +80,7 @@ class Piece:
     """The recorded effect of work, counted from its beginning."""
 
     inherited: int
-    """Storages of an earlier piece that are let go: numbers below this."""
+    """Storages of an earlier piece that are freed: numbers below this."""
     sizes: tuple[int, ...]
     classes: tuple[TensorClass, ...]
     events: tuple[int, ...]
@@ -94,7 +94,7 @@ class Piece:
     net_bytes: int
     """Live at the end more than at the beginning."""
     mark: Hashable
-    """What the shared memory holds at the end."""
+    """State key of the shared memory at the end."""
 
     @property
     def lets_go(self) -> bool:
@@ -120,4 +120,4 @@ class Held:
     kept: tuple[int, ...]
     """Storages of the ledger."""
     is_written: bool
-    """Whether it was written down; else it was done, and there is a graph."""
+    """Whether it was only recorded; else it was done, and there is a graph."""

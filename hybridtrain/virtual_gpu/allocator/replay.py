@@ -34,7 +34,7 @@ class HeldMemory:
     reserved_bytes: int
     """``torch.cuda.memory_reserved``: segments taken from the driver."""
     by_class: ClassBytes
-    """Who holds the allocated bytes."""
+    """Holders of the allocated bytes."""
     by_unit: UnitBytes
 
 

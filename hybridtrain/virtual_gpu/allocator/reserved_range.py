@@ -41,7 +41,7 @@ class ReservedRange:
     end is not what it began with cannot be repeated."""
     lengths_fit: bool | None = None
     """Whether steps of other lengths run under the card's cap, where it gives cached segments back; None where
-    nobody asked, or they take little more than steps of one length."""
+    not tested, or they take little more than steps of one length."""
 
     @property
     def margin_bytes(self) -> int:

@@ -18,7 +18,7 @@ large context and libraries are (published figures of one card differ by up to 1
 display takes 0.2 to 0.5 GiB, 1 to 3 % of 16 GB (assumed).
 """
 NOT_FOUND = "not found"
-"""A source that was looked for; as good as none."""
+"""The mark of a source that was searched for in vain."""
 _KEPT_MIB, _KEPT_SHARE = 384, 0.01
 """What CUDA keeps of nvidia-smi's total where it is not known: no card with a source keeps as much."""
 _HOPPER = 9
@@ -211,13 +211,13 @@ class Host:
     """Facts about a machine. The defaults are a desktop with two channels of DDR5 and one PCIe 4.0 drive (assumed)."""
 
     memory_gib: float | None = None
-    """None: as much as a run asks for."""
+    """None: unlimited."""
     reserved_gib: float = 4.0
     """Of the memory: what system, libraries and the process itself take beside tensors (assumed)."""
     memory_gbps: float = 60.0
-    """GB/s of host memory, read and written together; an update on the host is bound by it."""
+    """GB/s of host memory, read and written together; the bottleneck of an update on the host."""
     disk_gib: float | None = None
-    """Free space; None: as much as a run asks for."""
+    """Free space; None: unlimited."""
     disk_gbps: float = 4.0
     """GB/s of the drive, one direction at a time."""
 

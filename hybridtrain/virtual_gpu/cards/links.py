@@ -56,7 +56,7 @@ class Link:
     hop_seconds: float
     """Of one step of a ring."""
     share: float = 0.8
-    """Of the rate, that is reached."""
+    """Share of the rate that is reached."""
 
     def __post_init__(self) -> None:
         require_no(figure_faults(self, above_0=("gbps", "share"), at_least_0=("hop_seconds",)))
@@ -115,7 +115,7 @@ class World:
         if not faults and not 0 <= self.rank < self.size:
             faults.append(f"rank: {self.rank} is not a rank of {self.size}; give one from 0 to {self.size - 1}")
         require_no(faults)
-        find_link(self.link), find_link(self.network)  # a wrong name is told at once
+        find_link(self.link), find_link(self.network)  # a wrong name fails at once
 
     @property
     def local_size(self) -> int:

@@ -70,7 +70,7 @@ class Efficiency:
     bus: float = 0.80
     """Of the theoretical bus rate: about 25 of 31.5 GB/s on PCIe 4.0 x16."""
     launch_seconds: float = 4e-6
-    """Time in which the program issues a kernel."""
+    """Time to issue a kernel."""
     kernel_seconds: float = 2e-6
     """Shortest time that a kernel or a copy takes."""
 

@@ -13,7 +13,7 @@ _PACKAGES = (
     "torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "torchao", "diffusers", "timm", "lightning",
     "pytorch_lightning", "torchtune", "litgpt", "deepspeed", "liger_kernel", "flash_attn", "xformers", "unsloth",
 )  # fmt: skip
-"""Those whose version decides how many bytes a step takes."""
+"""Packages whose version affects the bytes of a step."""
 _PLACES_SHOWN = 3
 _LIFE = 3
 """Steps until whose third beginning variables may hold what one made: a loss holds the batch of the step before."""
@@ -45,7 +45,7 @@ class Seen(Noted):
     """A ledger's notes on running code."""
 
     made_at: dict[int, str] = field(default_factory=dict)
-    """Where storages of the third and later steps were made."""
+    """Code places that made storages of the third and later steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Basis(Noted):
     """Observations of a script and their gaps; each refusal and each place of compiled code once."""
 
     versions: dict[str, str]
-    """Of the packages in use whose code decides what a step takes."""
+    """Versions of the packages in use that affect the memory of a step."""
     num_steps: int
     """Iterations in which every optimizer made its step."""
     has_state: bool

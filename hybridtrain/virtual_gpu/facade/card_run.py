@@ -19,9 +19,9 @@ class CardRun:
     card: Card
     trace: LedgerTrace
     uncapped: Replay
-    """The allocator without a cap: what the run would take."""
+    """The replay without a cap: the run's demand."""
     capped: Replay
-    """The allocator under the card's cap: what the card would do, cached segments released and retried."""
+    """The replay under the card's cap, with cached segments released and requests retried."""
     time: StepTime
     """Of the last step."""
 

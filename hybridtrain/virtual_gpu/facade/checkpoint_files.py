@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 _MARK = "hybridtrain_virtual"
-"""Says of a file that it holds no values."""
+"""Marks a file as one without values."""
 _TRUE_DEVICE = torch.device
 Locate = Callable[[str], torch.device]
 _locators: list[Locate] = []
-"""Where a file's tensors go, by the device they were saved from; the last holds. Empty: there is no virtual card."""
+"""Targets of a file's tensors by saved device; the last one holds. Empty: there is no virtual card."""
 
 
 def hybridtrain_virtual(
@@ -87,7 +87,7 @@ def checkpoint_files(
         path = f if isinstance(f, str | PathLike) else _path_of(f)
         if path is not None and zipfile.is_zipfile(path):
             f = path
-            kwargs.setdefault("mmap", True)  # bytes that nobody looks at stay on the disk
+            kwargs.setdefault("mmap", True)  # bytes that are never read stay on the disk
         locate = _locator(map_location)
         _locators.append(locate)
         try:

@@ -33,7 +33,7 @@ from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 _TRUE_DEVICE = torch.device
 _FROM_DATA = ("tensor", "as_tensor", "asarray")
 _NCCL_VERSION = (2, 27, 5)
-"""What scripts are told that ask whether it can reduce bfloat16 (2.10 can)."""
+"""Reported to scripts that ask whether it can reduce bfloat16 (2.10 can)."""
 _CUDNN_VERSION = 91002
 Replaced = Iterator[tuple[Any, str, Any]]
 """Owner, name and what takes its place."""
@@ -312,7 +312,7 @@ def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
         autocast.clear_cache()
 
     class Generator(true_generator):  # type: ignore[misc, valid-type]
-        """A generator whose numbers nobody draws."""
+        """A generator whose numbers are never drawn."""
 
         def __new__(cls, device: Any = "cpu") -> Any:  # noqa: ARG004  torch's signature
             return super().__new__(cls, device="cpu")

@@ -26,7 +26,7 @@ _RATES = {
     "regs_per_multiprocessor": 65536, "shared_memory_per_block_optin": 101376,
     "shared_memory_per_multiprocessor": 102400, "L2_cache_size": 0, "gcnArchName": "",
 }  # fmt: skip
-"""What ``get_device_properties`` says of any card."""
+"""Fields of ``get_device_properties`` that are equal for all cards."""
 
 
 def do_nothing(*_args: Any, **_kwargs: Any) -> None:

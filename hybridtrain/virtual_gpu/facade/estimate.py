@@ -33,7 +33,7 @@ class MemoryEstimate:
     card: Card
     batch_size: int
     oom: str
-    """What the card says where it is full; empty: the step fits."""
+    """The card's error message where it is full; empty: the step fits."""
     _plan: Callable[[Card, int], "MemoryEstimate"] = field(repr=False)
     """The same step on another card, with another batch size."""
     _gpu: VirtualGpu = field(repr=False)

@@ -46,15 +46,15 @@ class Holding:
     size: int
     """Bytes."""
     watch: ref[torch.UntypedStorage]
-    """Tells of its end."""
+    """Weak reference whose callback notes the end of the storage."""
     values: torch.UntypedStorage | None = None
-    """What is known of it, on the CPU."""
+    """Known values, on the CPU."""
     fill: bool | None = None
-    """What all its elements are, where no value was computed."""
+    """The value of all elements, where none was computed."""
     label: tuple[TensorClass, str] | None = None
-    """What it was for, before it was resized to nothing."""
+    """Its class before it was resized to nothing."""
     arriving: int | None = None
-    """Number of a collective that works on it: who reads it waits."""
+    """Number of a collective that works on it, for which readers wait."""
 
     def forget(self) -> None:
         """Mark its values as unknown."""
@@ -160,7 +160,7 @@ class KnownValues:
         """Replace boolean indices that are known by their positions.
 
         Raises:
-            DataDependentError: The shape of a result depends on values that nobody knows.
+            DataDependentError: The shape of a result depends on unknown values.
         """
         if func not in TAKES_HOST_INDICES:
             self._stand_ins.refuse(func)

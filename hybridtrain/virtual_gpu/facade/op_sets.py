@@ -112,7 +112,7 @@ def accumulated(func: Op, args: Args) -> Tensor | None:
     """Return the tensor that autograd itself writes its sum into on a card; None where it makes a new one.
 
     One of several gradients that are added: ``InputBuffer::accumulate`` (torch/csrc/autograd/input_buffer.cpp) adds in
-    place into one that nobody else holds, but never where tensors are on the meta device. Zeros that a gradient is put
+    place into an unshared one, but never where tensors are on the meta device. Zeros that a gradient is put
     into: ``index_backward``, ``value_selecting_reduction_backward`` (torch/csrc/autograd/FunctionsManual.cpp),
     ``gather_backward`` and ``index_select_backward`` (aten/src/ATen/native) write in place, but never under a mode like
     this one. They are told from other ops by who called: autograd's engine, not Python code in a backward pass.

@@ -44,7 +44,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         self.host_bytes = 0
         self.peak_host_bytes = 0
         self.stream = 0
-        """On which of the card's streams the code works; each has a cache of its own in the allocator."""
+        """The card's current stream; each stream has a cache of its own in the allocator."""
         self.first_matmuls: set[bool] = set()
         self._held: dict[int, Holding] = {}
         self._addresses: dict[int, int] = {}
@@ -203,7 +203,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         index = super()._allocate(size, stage)
         if len(self._steps) >= _FIRST_STEP_WITH_PLACES:
             self.seen.made_at[index] = where_called()
-        if stage is Stage.BUILD:  # what is a weight says the first module that runs, or an optimizer
+        if stage is Stage.BUILD:  # the first module that runs, or an optimizer, defines the weights
             self._classes[index] = TensorClass.ACTIVATION
         self._addresses[index] = address
         self._streams.append(self.stream)

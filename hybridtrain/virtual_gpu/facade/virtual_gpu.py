@@ -132,7 +132,7 @@ class VirtualGpu:
         self.num_params = 0
         """Of the largest module that ran."""
         self.oom: OutOfMemory | None = None
-        """What ended the code; None where it caught a refusal and went on, or there was none."""
+        """The refusal that ended the code; None where the code caught it, or there was none."""
         self._steps = steps
         self._record_history = record_history
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()

@@ -68,7 +68,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         super().__init__(card, host, allocator)
         self._meta_cache = MetaCache()  # a script may change default types as it goes
         self.is_inside = False
-        """Whether an op is being run: then ``Tensor.device`` tells the truth."""
+        """Whether an op is being run: then ``Tensor.device`` is the true one."""
         self.stand_ins = StandIns(self.seen.refusals.append)
         self.values = KnownValues(self._held, self.stand_ins)
         self.after_backward: Callable[[], None] = lambda: None
@@ -76,12 +76,12 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         """Of large results on the host that are computed for real at a time."""
         self._real_bytes = 0
         self.card_index = 0
-        """By which the code calls its card, of ``num_cards`` in the machine."""
+        """The card's index, of ``num_cards`` in the machine."""
         self.num_cards = 1
         self.scratch_rules: dict[Op, Callable[[Sequence[Any]], int]] = {}
         """Of ops whose scratch depends on the card."""
         self.links: Callable[[Op, Args, Any], float | None] | None = None
-        """Says how long an op keeps the link to other cards; None of what is no collective."""
+        """Returns the seconds for which an op occupies the link to other cards; None unless it is a collective."""
         self._last_of_stream: dict[int, int] = {}
         self._awaited: dict[int, list[int]] = {}
         self._are_collectives_due = False

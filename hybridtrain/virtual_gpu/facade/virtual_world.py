@@ -72,7 +72,7 @@ def _replaced(world: World, ledger: VirtualLedger) -> Iterator[tuple[Any, str, A
     yield c10d, "default_pg_nccl_timeout", timedelta(minutes=10)  # None where torch was built without NCCL
     yield torch._C, "_get_accelerator", lambda *_args: torch.device("cuda")
     yield torch.multiprocessing, "spawn", partial(_spawn, world)
-    yield dist, "_verify_params_across_processes", lambda *_args: None  # in C++, of values that nobody has
+    yield dist, "_verify_params_across_processes", lambda *_args: None  # in C++, of values that do not exist
     ledger.links = partial(_link_seconds, world, ledger.card)
     yield from VirtualStreams(ledger).names()
     yield from _data_parallel(ledger)
@@ -80,7 +80,9 @@ def _replaced(world: World, ledger: VirtualLedger) -> Iterator[tuple[Any, str, A
     _has(group, "_validate_no_meta_params")
     yield group, "_validate_no_meta_params", lambda _group: None
     dispatch = import_module("torch.distributed.tensor._dispatch")
-    if hasattr(dispatch, "run_dtensor_rng_op"):  # since torch 2.13; it moves the state of a generator that nobody draws
+    if hasattr(
+        dispatch, "run_dtensor_rng_op"
+    ):  # since torch 2.13; it moves the state of a generator that is never drawn
         yield dispatch, "run_dtensor_rng_op", lambda _start, _end, op, *args, **kwargs: op(*args, **kwargs)
     yield import_module("torch.distributed.tensor._random"), "_rng_tracker", None
     schema = import_module("torch.distributed.tensor._op_schema")

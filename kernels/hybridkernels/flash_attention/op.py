@@ -132,7 +132,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
     q_BTNH, k_BTKH, v_BTKH, *options = inputs
     ctx.save_for_backward(q_BTNH, k_BTKH, v_BTKH, *output, *options[:1])
     ctx.numbers, ctx.not_differentiable = options[1:], [None] * len(options)
-    ctx.set_materialize_grads(value=False)  # nobody differentiates the log-sum-exp: no zeros for it
+    ctx.set_materialize_grads(value=False)  # the log-sum-exp is never differentiated: no zeros for it
 
 
 def _differentiate(backward: Any, ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:

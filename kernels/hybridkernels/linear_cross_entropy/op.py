@@ -202,7 +202,7 @@ def linear_cross_entropy(
             f"linear_cross_entropy: softcap is {softcap}, num_targets {num_targets} of {len(targets_M)}; allowed: 0 or "
             "above, and from 0 to all; count the targets that are not -100"
         )
-    if not torch.is_grad_enabled():  # an autograd function is not told so
+    if not torch.is_grad_enabled():  # an autograd function does not see this
         hidden_MD, weight_VD = hidden_MD.detach(), weight_VD.detach()
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_MD, weight_VD, targets_M, chunk_tokens, softcap, num_targets
