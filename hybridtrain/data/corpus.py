@@ -166,7 +166,7 @@ def text_corpus(path: Path) -> Corpus:
     """Return a UTF-8 text file, or all UTF-8 text files below a folder, as byte tokens.
 
     A single file keeps its last tenth for validation. In a folder each file is a document, and whole documents are held
-    out. What is passed over and left out is told by ``open_source``.
+    out. ``open_source`` defines the files that are skipped.
     Raises ``DataError``: as ``open_source``, and for records and too little text.
     """
     files = open_source(path)

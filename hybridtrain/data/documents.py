@@ -285,7 +285,7 @@ def read_documents(
 
     ``template`` returns the chat template, and is called where there are messages. ``counts_all``: every token is a
     target, not only those of completions and answers.
-    Raises ``DataError``: records have faults; all are told, up to ten.
+    Raises ``DataError``: records have faults; up to ten are listed.
     """
     faults: list[str] = []
     for file in source.files:

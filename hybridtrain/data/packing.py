@@ -9,7 +9,7 @@ change nothing.
 
 Rows are filled by best fit over pieces of decreasing length (Ding et al., Fewer Truncations Improve Language Modeling,
 2404.10830), which is a function of the lengths and the seed. A batch is a function of (seed, step, micro-batch): epoch
-e takes the rows in an order keyed by (seed, e). A run that goes on with another batch size begins at the row that it
+e takes the rows in an order keyed by (seed, e). A run resumed with another batch size begins at the row that it
 had come to.
 """
 

@@ -66,7 +66,7 @@ class TextData:
 def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) -> TextData:
     """Return the data of a run; text is encoded unless ``folder`` holds its tokens already.
 
-    Nobody else may be writing to the folder. ``say`` is told what is encoded, and how answers are found. Raises
+    Nobody else may be writing to the folder. ``say`` gets progress, and how answers are found. Raises
     ``DataError``: a path is missing, a line has a fault, a package is not installed, the vocabulary is too small.
     """
     name = config.tokenizer or BYTES

@@ -21,7 +21,7 @@ def block_work(
 ) -> Work:  # fmt: skip
     """Return a forward pass of a block, done by ``do``; ``more`` holds its further settings.
 
-    Memory that coded matrices share is looked at again in the backward pass.
+    The memory that coded matrices share is checked again in the backward pass.
     """
     operands = [hidden_BTD, *(() if documents is None else (documents.ids_BT, documents.positions_BT))]
     if balance is not None:

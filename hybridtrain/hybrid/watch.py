@@ -71,7 +71,7 @@ class LossWatch(Stateful):
         self._block_losses: list[float] = []
 
     def open_block(self, steps_done: int, *, predicted_steps: float = 0.0, scale: float = 1.0) -> None:
-        """Forecast the mean loss of the block that begins after so many true steps, and a jump of ``scale``."""
+        """Forecast the mean loss of the block that begins after the given true steps, and a jump of ``scale``."""
         self._block_losses.clear()
         lrs = [self._lr_at(steps_done + 1 + step) for step in range(self._window)]
         with _disable_current_modes():  # what forecasts is no part of the card's memory

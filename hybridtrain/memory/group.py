@@ -26,7 +26,7 @@ TIMEOUT_S = 600.0
 
 
 class Group:
-    """Ranks, each with a card of its own and the same plan; as it stands, nothing passes between them.
+    """Ranks, each with a card of its own and the same plan; this base class exchanges nothing.
 
     Args:
         rank: Of this process, from 0.
@@ -58,7 +58,7 @@ class Group:
         """Receive a tensor from another rank, in the order in which that rank sends."""
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the numbers of all ranks, as many of each, in the order of ranks; as it stands all say the same."""
+        """Return the numbers of all ranks, as many of each, in the order of ranks; this base class repeats its own."""
         return list(numbers) * self.world
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Group:
 
 
 class DirectGroup(Group):
-    """One process on its own, which adds gradients and cuts parameters as so many ranks would, to the bit."""
+    """A single process that adds gradients and shards parameters bit-equal to several ranks."""
 
     def __init__(self, shares: int = 1) -> None:
         super().__init__(0, 1, shares)

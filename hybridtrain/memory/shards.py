@@ -43,7 +43,7 @@ class Shards:
     """The ranges of one rank, and its exchanges with the others.
 
     Args:
-        copies: Has the group, and tells the ledger.
+        copies: Has the group and the ledger.
         stage: 0: every rank holds everything. 1: its range of optimizer state and master. 2: of gradients too.
             3: of weights too.
     """

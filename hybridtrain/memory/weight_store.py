@@ -202,7 +202,7 @@ class WeightStore:
         return self.places.waits_below(block_number(unit)) and not self._is_frozen
 
     def _make_value_slots(self, plan: PhasePlan) -> None:
-        """Make the memory that codes are widened into: of the largest matrix, or of so many blocks."""
+        """Allocate the memory that codes are widened into: of the largest matrix, or of some blocks."""
         assert self.codes is not None, "only codes are widened"
         if plan.widen_by is WidenBy.MATRIX:
             size = max(prod(shape) for shape in self._shapes if len(shape) > 1) * self.compute_dtype.itemsize

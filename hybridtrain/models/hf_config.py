@@ -47,7 +47,7 @@ def read_hf_config(source: Path) -> dict[str, JsonValue]:
 
 
 def read_json(path: Path, remedy: str) -> dict[str, JsonValue]:
-    """Return the JSON object in a file; raises ``ConfigError``, which tells the remedy: there is none."""
+    """Return the JSON object in a file; raises ``ConfigError`` with ``remedy`` if there is none."""
     try:
         mapping = json.loads(read_plain(path))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,6 +1,6 @@
 """Matrices that are stored as codes and have their values only while they are used.
 
-The parameter is bound to memory that others share. What autograd would keep of it is the wish to see it again: it is
+The parameter is bound to memory that others share. Autograd keeps only a reference to the weight: it is
 widened once more in the backward pass.
 """
 

@@ -153,7 +153,7 @@ class SlowStep:
 
 
 def _decay(steps: float) -> float:
-    """Return the decay that averages over so many steps, at least two."""
+    """Return the decay that averages over a number of steps, at least two."""
     return 1 - 1 / max(2.0, steps)
 
 

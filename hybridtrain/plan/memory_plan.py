@@ -285,7 +285,7 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
 def suited(plan: PhasePlan, num_blocks: int) -> PhasePlan:
     """Return a plan whose counts of blocks a model of ``num_blocks`` can fill: the one place where they are lowered.
 
-    ``hybridtrain.planning.plan_changes`` tells each difference.
+    ``hybridtrain.planning.plan_changes`` lists each difference.
     """
     most: dict[str, int] = {}
     if plan.recompute_every:

@@ -121,7 +121,7 @@ class MlflowLogger:
 
 
 class MetricLoggers:
-    """Several loggers as one. A logger that fails is dropped, with a sentence for ``on_fault``, and the run goes on."""
+    """Several loggers as one. A failing logger is dropped, with a sentence for ``on_fault``, and the run continues."""
 
     def __init__(self, loggers: Sequence[MetricLogger], on_fault: Callable[[str], None]) -> None:
         self._loggers = list(loggers)

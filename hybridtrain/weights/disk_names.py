@@ -30,7 +30,7 @@ class DiskWeight:
 
 
 def disk_weights(model: BlockModel) -> dict[str, DiskWeight]:
-    """Return the place of every parameter but adapters'; only shapes are looked at."""
+    """Return the place of every parameter except adapters', from shapes alone."""
     named = ((name, parameter) for name, parameter in model.named_unit_parameters() if not is_adapter(name))
     return {name: disk_weight(model.config, name, tuple(parameter.shape)) for name, parameter in named}
 

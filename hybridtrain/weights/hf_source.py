@@ -29,7 +29,7 @@ class HfSource:
     """Weights of a model, by our names for them, from ``tensors`` under transformers' names.
 
     ``origin`` heads the message of the ``ConfigError`` that names every tensor that is missing, misshapen or left over;
-    ``digest`` tells these weights from others.
+    ``digest`` identifies these weights.
     """
 
     def __init__(self, origin: str, tensors: Mapping[str, FileTensor], config: ModelConfig, digest: str = "") -> None:

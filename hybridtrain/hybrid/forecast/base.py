@@ -186,7 +186,7 @@ class Forecaster(Stateful, ABC):
         )  # fmt: skip
 
     def state_dict(self) -> State:
-        """Return all that a resumed forecaster needs to go on bit-equal."""
+        """Return the state from which a resumed forecaster continues bit-equal."""
         return {"kind": self.kind} | super().state_dict()
 
     def load_state_dict(self, state: State) -> None:

@@ -1,7 +1,7 @@
 """The simple baseline: exponential level and damped trend (Holt 1957; Gardner and McKenzie 1985).
 
 level_t = a y_t + (1 - a)(level_{t-1} + phi trend_{t-1});  trend_t = b (level_t - level_{t-1}) + (1 - b) phi trend_{t-1}
-forecast at h = level + trend (phi + phi^2 + ... + phi^h), averaged over the window. Learning rates are not looked at.
+forecast at h = level + trend (phi + phi^2 + ... + phi^h), averaged over the window. Learning rates are ignored.
 """
 
 import math

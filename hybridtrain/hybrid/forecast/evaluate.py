@@ -1,4 +1,4 @@
-"""Prequential scores of forecasters: forecast, let the run go on, compare; nothing is seen before it happens."""
+"""Prequential scores of forecasters: forecast, continue the run, compare; no future value is seen."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence

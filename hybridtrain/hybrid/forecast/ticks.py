@@ -149,7 +149,7 @@ class TickReplay(Stateful):
         return self._actions(self._scalars[ticks, _LOG_LR], self._scalars[ticks, _PREDICTED], elapsed)
 
     def future_actions(self, future_lrs: Sequence[float], num_ticks: int) -> Tensor:
-        """Return the actions of the next ticks under planned rates: (num_ticks, 4); the last rate goes on."""
+        """Return the actions of the next ticks under planned rates: (num_ticks, 4); the last rate continues."""
         rates = torch.tensor(future_lrs).clamp_min(_SMALLEST_LR).log()
         rates = torch.cat([rates, rates[-1:].expand(num_ticks * TICK_STEPS)])[: num_ticks * TICK_STEPS]
         log_lrs = torch.cat([self._scalars[-1:, _LOG_LR], rates.view(num_ticks, TICK_STEPS).mean(1)])

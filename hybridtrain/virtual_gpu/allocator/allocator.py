@@ -214,7 +214,7 @@ class CachingAllocator(SegmentCache):
     def adopt(self, segments: Iterable[Segment]) -> None:
         """Take over another allocator's classic segments, before the first request.
 
-        A block that was freed and waits for a stream counts as allocated: which stream is not told.
+        A block that was freed and waits for a stream counts as allocated: its stream is unknown.
         """
         for segment in segments:
             pool = self.small if segment.is_small else self.large

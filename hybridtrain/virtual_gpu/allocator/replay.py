@@ -207,7 +207,7 @@ class _Run(Player):
         return None
 
     def repeat(self, count: int) -> OutOfMemory | None:
-        """Run the last step so many times more; its reserved bytes become the largest of all."""
+        """Repeat the last step; its reserved bytes become the largest of all."""
         allocator, history = self._allocator, self._allocator.history
         if history is not None:
             self._segments = allocator.segments()

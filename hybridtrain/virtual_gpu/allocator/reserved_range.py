@@ -6,7 +6,7 @@ changed, and why it happens:
 
     driver       segments at falling addresses, as CUDA places most of them; of equal blocks another one is taken
     evaluation   a forward pass alone before the first step, whose tensors leave their segments cached
-    more steps   the last step four more times: what fragments keeps fragmenting; not told of plans that hold them
+    more steps   the last step four more times: what fragments keeps fragmenting; omitted for plans that hold them
     lengths      steps of other sequence lengths before, between and after (1/2 to 7/8 of the longest), in rising and in
                  mixed order; what scales is what a step allocates and frees of activations and block inputs
 """
@@ -88,7 +88,7 @@ def reserved_range(
         config: Allocator settings.
         repeats: How often the last step is repeated in the plan itself, as ``replay_trace`` does.
         with_lengths: Try steps of other lengths too, which take most of the time.
-        planned_bytes: What the trace as it is reserves at most, where a replay with these settings has told already.
+        planned_bytes: Peak reserved bytes of the unchanged trace, where a replay with these settings is known.
         capacity_bytes: Of the card, under which steps of other lengths are tried where they reserve much more; None:
             they are not.
     """

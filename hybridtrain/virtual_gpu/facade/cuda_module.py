@@ -34,7 +34,7 @@ def do_nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def answering(answer: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a function that answers whatever it is given."""
+    """Return a function that ignores its arguments and returns ``answer()``."""
     return lambda *_args, **_kwargs: answer()
 
 

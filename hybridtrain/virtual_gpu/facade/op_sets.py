@@ -103,7 +103,7 @@ def stays_real(func: Op, args: Args, kwargs: Kwargs) -> bool:
 
 
 def without_generator(kwargs: Kwargs) -> dict[str, Any]:
-    """Return arguments without a generator, of no use on meta tensors, and without a wish for pinned memory."""
+    """Return arguments without a generator, unused on meta tensors, and without ``pin_memory``."""
     found = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     return found | {"generator": None} if "generator" in found else found
 
@@ -115,7 +115,7 @@ def accumulated(func: Op, args: Args) -> Tensor | None:
     place into an unshared one, but never where tensors are on the meta device. Zeros that a gradient is put
     into: ``index_backward``, ``value_selecting_reduction_backward`` (torch/csrc/autograd/FunctionsManual.cpp),
     ``gather_backward`` and ``index_select_backward`` (aten/src/ATen/native) write in place, but never under a mode like
-    this one. They are told from other ops by who called: autograd's engine, not Python code in a backward pass.
+    this one. They are distinguished by their caller: autograd's engine, not Python code in a backward pass.
     """
     if func is _ATEN.add.Tensor and len(args) == 2:
         is_like = isinstance(args[1], Tensor) and args[0].shape == args[1].shape and args[0].dtype is args[1].dtype

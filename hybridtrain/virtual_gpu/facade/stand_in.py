@@ -68,7 +68,7 @@ class StandIns:
 
     @contextmanager
     def answering(self, *, truth: bool) -> Iterator[None]:
-        """Read unknown booleans as ``truth`` inside the block: some loops go on until they are false."""
+        """Read unknown booleans as ``truth`` inside the block: some loops run until they are false."""
         outer, self._truth = self._truth, truth
         try:
             yield

@@ -2,7 +2,7 @@
 
 B batch, T sequence, N query heads, K key/value heads, H head dim. Scores are scaled by log2(e) / sqrt(H), so that
 exp2 serves; the log-sum-exp is written in natural logarithm. Windows and documents are BOUNDED: each query has a first
-key, as of ``first_keys``, and blocks of keys in front of that of a block's first query are not looked at.
+key, as of ``first_keys``, and blocks of keys in front of that of a block's first query are skipped.
 """
 
 import triton
