@@ -1,6 +1,6 @@
 """Kinds of files: prose, or records that are a document each. A record is never read as prose.
 
-Records are recognised by a file's name, and JSON under another name by its content. Beside records, a folder of ``datasets``
+Records are known by a file's name, and JSON under another name by its content. Beside records, a folder of ``datasets``
 holds files about them (a card, a licence, metadata), which are no documents.
 """
 

@@ -57,7 +57,7 @@ class Growth:
     """``file:line`` that made most of it, the largest first; empty where a run is too short to have noted them."""
 
     def full_at(self, num_steps: int, free_bytes: int) -> int:
-        """Return the approximate step at which memory is full, from the steps so far and the bytes that they left free."""
+        """Return the approximate step at which memory is full, from the steps so far and the free bytes."""
         return num_steps + max(free_bytes, 0) // self.bytes_per_step
 
 
