@@ -47,12 +47,14 @@ def newest_generation(folder: Path, say: Say) -> Generation:
             say(f"resuming from {path.name}, the newest intact checkpoint")
         return generation
     if faults:
-        told = [f"{path.name}: damaged checkpoint ({fault}); use a copy of it or start anew" for path, fault in faults]
+        told = [
+            f"{path.name}: damaged checkpoint ({fault}); use a copy of it or start a new run" for path, fault in faults
+        ]
         raise ConfigError(str(folder), told)
     if (old := folder.parent / "state.pt").is_file():
         fault = (
             "a checkpoint of an earlier version, one file without checksums; it must be a folder in "
-            f"{folder.name}/: finish this run with the version that began it, or start anew in another --out"
+            f"{folder.name}/: finish this run with the version that began it, or start a new run in another --out"
         )
         raise ConfigError(str(old), [fault])
     raise ConfigError(str(folder), ["there is no checkpoint to resume from; start without --resume"])

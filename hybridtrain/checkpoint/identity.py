@@ -64,7 +64,7 @@ def differences(
         else:
             option = "--allow-data-change" if _is_in(name, [_DATA]) else f"--change {name}"
             permit = "" if _is_in(name, _FIXED) else f", allow the change with {option}"
-            refused.append(f"{change}; resume with the saved value{permit}, or start anew in another folder")
+            refused.append(f"{change}; resume with the saved value{permit}, or start a new run in another folder")
     return refused, changed
 
 

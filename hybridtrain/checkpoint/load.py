@@ -77,7 +77,7 @@ def load_checkpoint(
         cycle = _with_tensors(generation.cycle, files)
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            str(generation.folder), [f"the checkpoint does not fit this model and optimizer: {error}; start anew"]
+            str(generation.folder), [f"the checkpoint does not fit this model and optimizer: {error}; start a new run"]
         ) from error
     for line in changed:
         say(f"changed: {line}")

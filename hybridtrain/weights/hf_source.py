@@ -83,7 +83,7 @@ class HfSource:
                 tie = "; or set tie_word_embeddings where the embedding is the output" if name == _OUTPUT else ""
                 yield f"{name}: missing; it must be there with shape {weight.shape}: download the folder again{tie}"
             elif tensor.shape != weight.shape:
-                yield f"{name}: {tensor.shape} must be {weight.shape}; take the config.json of these weights"
+                yield f"{name}: {tensor.shape} must be {weight.shape}; use the config.json of these weights"
             elif tensor.dtype_name not in DTYPES:
                 allowed = ", ".join(DTYPES)
                 yield f"{name}: of type {tensor.dtype_name}, must be {allowed}; convert it, or take another version"
@@ -134,7 +134,7 @@ def open_folder(path: Path, config: ModelConfig) -> HfSource:
         shards = _read_index(path)
         files = _open_shards(path, sorted(set(shards.values())))
         faults = [
-            f"{name}: said to be in {shard}, which has none; take the index of these shards"
+            f"{name}: said to be in {shard}, which has none; use the index of these shards"
             for name, shard in shards.items()
             if name not in files[shard].tensors
         ]

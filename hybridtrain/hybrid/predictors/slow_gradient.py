@@ -113,7 +113,7 @@ class SlowGradient(WeightPredictor):
             kept = "'drop'" if state.get("normalizes") else "another value than 'drop'"
             raise ValueError(
                 f"slow average: it was saved under predict_memory's optimizer_state of {kept}, and means something "
-                "else; resume with that, or start anew"
+                "else; resume with that, or start a new run"
             )
         super().load_state_dict(state)
 

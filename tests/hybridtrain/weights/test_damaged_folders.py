@@ -114,7 +114,7 @@ def test_an_index_that_names_what_is_not_there(saved: Path, tmp_path: Path) -> N
     index["weight_map"]["model.norm.bias"] = shard
     (folder / INDEX).write_text(json.dumps(index))
     assert faults_of(folder) == (
-        f"model.norm.bias: said to be in {shard}, which has none; take the index of these shards",
+        f"model.norm.bias: said to be in {shard}, which has none; use the index of these shards",
     )
 
 
@@ -139,7 +139,7 @@ def test_missing_misshapen_and_surplus_tensors_are_told_together(tmp_path: Path)
     assert faults == (
         "model.layers.0.mlp.up_proj.weight: of type F64, must be F32, F16, BF16; convert it, or take another version",
         "model.layers.1.mlp.up_proj.weight: missing; it must be there with shape (50, 36): download the folder again",
-        "model.norm.weight: (35,) must be (36,); take the config.json of these weights",
+        "model.norm.weight: (35,) must be (36,); use the config.json of these weights",
         "model.norm.bias: no weight of this model; there must be no others: check its config.json",
     )
 
@@ -147,7 +147,7 @@ def test_missing_misshapen_and_surplus_tensors_are_told_together(tmp_path: Path)
 def test_weights_of_another_shape_are_told(saved: Path) -> None:
     faults = faults_of(saved / "one", replace(LLAMA_ODD, num_blocks=1, ffn_width=51))
     assert (
-        "model.layers.0.mlp.up_proj.weight: (50, 36) must be (51, 36); take the config.json of these weights" in faults
+        "model.layers.0.mlp.up_proj.weight: (50, 36) must be (51, 36); use the config.json of these weights" in faults
     )
     assert sum("no weight of this model" in fault for fault in faults) == 9
 
