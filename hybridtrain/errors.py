@@ -1,4 +1,4 @@
-"""Every exception a user may meet.
+"""All exceptions for users.
 
 Each message has three clauses: what is wrong (path and value), what is allowed, what to do.
 """
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 
 class HybridTrainError(Exception):
-    """Base of all errors that are the user's to mend; the command prints them without a traceback."""
+    """Base of all errors that a user can fix; the command prints them without a traceback."""
 
 
 class ConfigError(HybridTrainError):
@@ -31,11 +31,11 @@ class DataError(HybridTrainError):
 
 
 class DivergenceError(HybridTrainError):
-    """The loss or the gradient norm is no longer a number.
+    """The loss or the gradient norm is not finite.
 
     Args:
         message: As of every error.
-        layers: Parameters whose gradients are no finite numbers, as far as they are known.
+        layers: Parameters whose gradients are not finite, as far as they are known.
         is_applied: Parts of the model were updated before it was found: only a checkpoint brings them back.
         step: After which it was found in what was to be saved; None: in the step at work.
     """
@@ -50,7 +50,7 @@ class DivergenceError(HybridTrainError):
 
 
 class SpikeError(DivergenceError):
-    """Loss or gradient norm is beyond what a guarded step may have; it was not applied."""
+    """Loss or gradient norm exceeds the limits of a guarded step, which was not applied."""
 
 
 class OutOfMemoryError(HybridTrainError):
@@ -62,7 +62,7 @@ class HostMemoryError(HybridTrainError):
 
 
 class RankError(HybridTrainError):
-    """A rank of several that train together ended, did not come, or did not answer in time."""
+    """Another rank ended, did not start, or did not answer in time."""
 
 
 class DiskSpaceError(HybridTrainError):
@@ -94,7 +94,7 @@ def unknown_name(what: str, name: str, allowed: Iterable[str]) -> str:
 
 
 def reasons(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it was raised because of."""
+    """Yield an error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

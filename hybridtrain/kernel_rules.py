@@ -1,4 +1,4 @@
-"""What the virtual GPU must know of the kernels' ops: scratch that their CUDA versions take inside one op.
+"""Rules of the virtual GPU for the kernels' ops: the scratch of their CUDA versions.
 
 Importing this registers the rules; ``hybridtrain.models`` does, so whatever trains is counted by them.
 """
@@ -22,7 +22,7 @@ from hybridtrain.virtual_gpu.account.op_rules import register_scratch
 
 
 def _masked_attention(args: Sequence[Any]) -> int:
-    """Return the bytes by which our flash-attention forward knows windows and documents."""
+    """Return the bytes of window and document bounds in our flash-attention forward."""
     q_BTNH, _k, _v, ids_BT, _scale, _softcap, window = args
     return masked_workspace_bytes(q_BTNH, ids_BT, window)
 
@@ -34,7 +34,7 @@ def _masked_attention_backward(args: Sequence[Any]) -> int:
 
 
 def _adamw_int8(args: Sequence[Tensor]) -> int:
-    """Return the bytes in which bitsandbytes casts a gradient of another type than its parameter."""
+    """Return the bytes of the gradient that bitsandbytes casts to its parameter's type."""
     param, grad = args[0], args[1]
     return 0 if grad.dtype == param.dtype else param.numel() * param.element_size()
 
@@ -46,13 +46,13 @@ def _rms_norm(args: Sequence[Any]) -> int:
 
 
 def _rms_norm_backward(args: Sequence[Any]) -> int:
-    """Return those of the gradient, x and its gradient."""
+    """Return the bytes of the gradient, x and its gradient in the type of the weight, where that is another."""
     _grad, x, _rstd, weight_D = args
     return _rms_norm((x, weight_D, None)) // 2 * 3
 
 
 def _copies(args: Sequence[Tensor]) -> int:
-    """Return the bytes of what is copied to be dense: halves of one projection (Phi-3) are not."""
+    """Return the bytes of dense copies of inputs: halves of one projection (Phi-3) are not dense."""
     return sum(tensor.nbytes for tensor in args if not tensor.is_contiguous())
 
 

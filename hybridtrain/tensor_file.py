@@ -77,7 +77,7 @@ class TensorFile:
 
 
 def open_tensor_file(path: Path) -> TensorFile:
-    """Read a file's header, and no value; raises ``ConfigError``: it is no whole safetensors file."""
+    """Read a file's header, and no value; raises ``ConfigError``: it is not a complete safetensors file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file, safe_open(path, framework="np"):
@@ -85,7 +85,7 @@ def open_tensor_file(path: Path) -> TensorFile:
             header = file.read(length)
     except SafetensorError as error:
         why = str(error).removeprefix("Error while deserializing header: ")
-        fault = f"{size} bytes that are no whole safetensors file ({why}); {_COPY_AGAIN}"
+        fault = f"{size} bytes that are not a complete safetensors file ({why}); {_COPY_AGAIN}"
         raise ConfigError(str(path), [fault]) from error
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read ({error.strerror or error}); {_COPY_AGAIN}"]) from error
@@ -122,7 +122,7 @@ class TensorFileWriter:
 
     def write(self, name: str, first: int, values_P: Tensor) -> None:
         """Write elements from number ``first`` on; ``values_P`` is contiguous, of the tensor's type, on the CPU."""
-        assert values_P.dtype == self._dtypes[name], "whoever writes rounds"
+        assert values_P.dtype == self._dtypes[name], "callers round values"
         self._write(self._offsets[name] + first * values_P.itemsize, values_P.view(torch.uint8).numpy().data)
 
     def _write(self, offset: int, content: memoryview | bytes) -> None:
@@ -132,7 +132,7 @@ class TensorFileWriter:
             rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
-        """Let go of the file; the folder that it is part of waits for the disk (``new_folder``)."""
+        """Close the file; its folder waits for the disk (``new_folder``)."""
         self._file.close()
 
 

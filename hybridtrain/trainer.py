@@ -54,7 +54,7 @@ class Trainer(PlanEngine):
         group: The ranks that train together, this one among them; None: this process alone.
 
     Raises:
-        ConfigError: the plan does not keep what the optimizer remembers, adapters are meant for a matrix that is not
+        ConfigError: the plan lacks the optimizer's state, adapters are meant for a matrix that is not
             there, the source cannot be read, or the ranks were given other settings.
     """
 
@@ -120,13 +120,13 @@ class Trainer(PlanEngine):
         self.pass_tied()
 
     def pass_tied(self) -> None:
-        """Let the last stage of a pipeline have the tied matrix as the first one updated it."""
+        """Send the tied matrix, updated by the first stage, to the last stage of a pipeline."""
         if self.stages is not None:
             with self._observer.region(Stage.UPDATE, "head"):
                 self.stages.pass_tied()
 
     def enter_phase(self, phase: Phase) -> None:
-        """Let the plan of ``phase`` be in force: everything is stored, and steps run, as it says.
+        """Switch to the plan of ``phase``: it decides all storage and the course of steps.
 
         What FULL trains comes back to the bit; plans that could not are refused by ``compose``.
         """
@@ -137,14 +137,14 @@ class Trainer(PlanEngine):
         self.phase = phase
 
     def restore_ahead(self) -> None:
-        """Start bringing back what waits elsewhere in PREDICT; the phase stays, and what needs it waits for it."""
+        """Start fetching back state offloaded in PREDICT; the phase stays, and users of the state wait for it."""
         assert self.phase is Phase.PREDICT, "nothing is away in another phase"
         with self._observer.region(Stage.UPDATE, ""):
             self.states.fetch_back()
 
     @contextmanager
     def stored_as(self, phase: Phase) -> Iterator[None]:
-        """Store weights as another phase does for a while; the phase stays."""
+        """Store weights temporarily as another phase does; the phase stays."""
         key = self.border_key(self.steps_done)
         before = self.store_as(phase, key=key)
         yield
@@ -206,7 +206,7 @@ class Trainer(PlanEngine):
         return mean_loss(self._of_head(losses, len(uploaded)), [batch.num_targets for batch in uploaded])
 
     def _of_head(self, losses: Sequence[Tensor], count: int) -> list[float]:
-        """Return losses as numbers: in a pipeline those of the stage that has the head."""
+        """Return losses as numbers; in a pipeline, those of the stage with the head."""
         found = [self.transfer.read(value) for value in losses]
         if self.stages is None:
             return found
@@ -218,7 +218,7 @@ class Trainer(PlanEngine):
             return [upload_batch(batch, self.transfer, marks_padding=marks) for batch in batches]
 
     def _stored_step(self, batches: list[DeviceBatch], number: int, lr: float) -> tuple[float, float | None]:
-        """Gather all gradients, then update."""
+        """Compute all gradients, then update."""
         losses = self._run_backward(batches, number)
         if self.loss_scale is None:
             batches.clear()
@@ -249,7 +249,7 @@ class Trainer(PlanEngine):
 
         def look(*units: Unit) -> None:
             if looks and not grads.are_finite([unit.name for unit in units]):
-                raise self._refusal(number, "a gradient is no finite number", is_applied=bool(updated))
+                raise self._refusal(number, "a gradient is not finite", is_applied=bool(updated))
 
         def update(unit: Unit) -> None:
             look(unit)
@@ -279,7 +279,7 @@ class Trainer(PlanEngine):
             self._checked(number, losses, norm)
         except SpikeError:
             raise
-        except DivergenceError as error:  # once more, to look at what was let go
+        except DivergenceError as error:  # once more, to inspect the dropped gradients
             layers: list[str] = []
 
             def look(unit: Unit) -> None:
@@ -307,7 +307,7 @@ class Trainer(PlanEngine):
         return self.config.optimizer.max_grad_norm > 0 or self.loss_scale is not None
 
     def _has_overflowed(self, norm: Tensor) -> bool:
-        """Return whether the step is to be run again with a smaller loss scale."""
+        """Return whether to repeat the step with a smaller loss scale."""
         if self.loss_scale is None or isinstance(self.transfer, VirtualTransfer):
             return False
         return not math.isfinite(self.transfer.read(norm)) and self.loss_scale.overflowed()
@@ -333,7 +333,7 @@ class Trainer(PlanEngine):
     def _checked(
         self, step: int, losses: Sequence[Tensor], norm: Tensor | None, *, is_applied: bool = False
     ) -> tuple[float, float | None]:
-        """Return loss and norm as numbers; raise when one of them is none."""
+        """Return loss and norm as numbers; raise if one of them is not finite."""
         count = len(self._share.num_targets) // self.data_group.world
         gathered = self.data_group.gather_numbers(self._of_head(losses, count))
         loss = mean_loss(gathered, self._share.num_targets)
@@ -350,18 +350,18 @@ class Trainer(PlanEngine):
             allowed = f"at most {limit:.4g}" if math.isfinite(value) else "a finite number"
             raise self._refusal(step, f"{name} is {value}; it must be {allowed}", is_applied=is_applied, kind=kind)
         if norm is None and not self.executor.grads.are_finite():
-            raise self._refusal(step, "a gradient is no finite number", is_applied=is_applied)
+            raise self._refusal(step, "a gradient is not finite", is_applied=is_applied)
         return loss, grad_norm
 
     def _refusal(
         self, step: int, fault: str, *, is_applied: bool, kind: type[DivergenceError] = DivergenceError
     ) -> DivergenceError:
-        """Return the error of a step that is not to be applied; its gradients are forgotten."""
+        """Return the error of a refused step, after dropping its gradients."""
         layers = () if issubclass(kind, SpikeError) else self.executor.grads.non_finite()
         self.executor.drop()
         outcome = "The step was not applied."
         if is_applied:
-            outcome = "Blocks were updated already; go on from the last checkpoint."
+            outcome = "Blocks were updated already; resume from the last checkpoint."
         return kind(
             f"step {step}: {fault}. {outcome} "
             f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data.",

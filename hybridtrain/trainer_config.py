@@ -1,4 +1,4 @@
-"""What one training run is made of, apart from model and plan: optimizer, learning rate by step, seed."""
+"""Settings of a training run, apart from model and plan: optimizer, learning rate by step, seed."""
 
 import math
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class GuardConfig:
     on_nan: Literal["stop", "skip", "roll_back"] = "stop"
     """skip: nothing of the batch is applied, it is left out; roll_back: to the last checkpoint, without that batch."""
     on_spike: Literal["say", "stop", "skip", "roll_back"] = "say"
-    """say: a line, and on."""
+    """say: print a line and continue."""
     spike_nats: float = 2.0
     """A loss is a spike where it is so far above the median of those of the last 64 steps."""
     max_faults: int = 8

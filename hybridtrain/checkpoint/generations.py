@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, which is the newest whole one, which may go."""
+"""The folder of a run's checkpoints: listing them, finding the newest intact one, removing old ones."""
 
 import shutil
 from collections.abc import Callable
@@ -15,18 +15,18 @@ Say = Callable[[str], None]
 
 
 def generation_folder(folder: Path, step: int) -> Path:
-    """Return where the checkpoint after ``step`` goes."""
+    """Return the folder of the checkpoint after ``step``."""
     return folder / f"{_PREFIX}{step:08d}"
 
 
 def generations(folder: Path) -> list[Path]:
-    """Return the folders of all checkpoints, the oldest first; whether they are whole is not looked at."""
+    """Return the folders of all checkpoints, the oldest first, without verifying them."""
     steps = ((path.name.removeprefix(_PREFIX), path) for path in folder.glob(f"{_PREFIX}*"))
     return [path for _, path in sorted((int(step), path) for step, path in steps if step.isdecimal())]
 
 
 def newest_generation(folder: Path, say: Say) -> Generation:
-    """Return the newest checkpoint every byte of which is as it was written; raises ``ConfigError`` if none is.
+    """Return the newest checkpoint whose every byte is intact; raises ``ConfigError`` if none is.
 
     Damaged ones that are newer are set aside as ``damaged-*``, each with a line to ``say``.
     """
@@ -42,19 +42,19 @@ def newest_generation(folder: Path, say: Say) -> Generation:
             aside = damaged.with_name(f"{_DAMAGED}{damaged.name}")
             shutil.rmtree(aside, ignore_errors=True)
             damaged.replace(aside)
-            say(f"{damaged}: not a whole checkpoint ({fault}), set aside as {aside.name}")
+            say(f"{damaged}: damaged checkpoint ({fault}), moved to {aside.name}")
         if faults:
-            say(f"going on from {path.name}, the newest that is whole")
+            say(f"resuming from {path.name}, the newest intact checkpoint")
         return generation
     if faults:
         told = [
-            f"{path.name}: not a whole checkpoint ({fault}); use a copy of it or start anew" for path, fault in faults
+            f"{path.name}: damaged checkpoint ({fault}); use a copy of it or start a new run" for path, fault in faults
         ]
         raise ConfigError(str(folder), told)
     if (old := folder.parent / "state.pt").is_file():
         fault = (
             "a checkpoint of an earlier version, one file without checksums; it must be a folder in "
-            f"{folder.name}/: finish this run with the version that began it, or start anew in another --out"
+            f"{folder.name}/: finish this run with the version that began it, or start a new run in another --out"
         )
         raise ConfigError(str(old), [fault])
     raise ConfigError(str(folder), ["there is no checkpoint to resume from; start without --resume"])
@@ -79,14 +79,14 @@ def thin_out(folder: Path, *, keep_last: int, keep_hourly: int, spare_bytes: int
 
 
 def remove_generation(path: Path) -> None:
-    """Remove one; interrupted, what is left is a partial one, which the next run removes."""
+    """Remove a checkpoint; if interrupted, the next run removes the partial rest."""
     leaving = path.with_name(f".{path.name}.leaving.partial")
     path.replace(leaving)
     shutil.rmtree(leaving, ignore_errors=True)
 
 
 def require_room(folder: Path, num_bytes: int, need: str, advice: str) -> None:
-    """Raise ``DiskSpaceError`` unless so much is free on the folder's disk."""
+    """Raise ``DiskSpaceError`` unless the folder's disk has that many bytes free."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if num_bytes > free:
@@ -97,7 +97,7 @@ def require_room(folder: Path, num_bytes: int, need: str, advice: str) -> None:
 
 
 def _hour(path: Path) -> int:
-    """Return the hour in which a checkpoint was saved, since 1970; of a damaged one, its folder's."""
+    """Return the hour since 1970 in which a checkpoint was saved; of a damaged one, that of its folder."""
     try:
         return int(read_generation(path).manifest.saved_at // _HOUR_S)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The settings of a run: which a resumed one must share with its checkpoint, and which may change."""
+"""The settings that a resumed run must share with its checkpoint, and those that may change."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -18,15 +18,15 @@ _MEANING = (
     "plan.adapter_alpha", "plan.adapter_scaling", "plan.adapter_dropout", "plan.adapter_targets",
     "plan.adapter_magnitude",
 )  # fmt: skip
-"""Settings of a plan that say what is trained; the others say where it lives, and in how many bits."""
+"""Settings of a plan that decide what is trained; the others decide place and bits."""
 _FIXED = ("model", "optimizer.kind", "hybrid", *(name for name in _MEANING if "scale_lr" not in name))
-"""What nobody can change: the saved tensors would mean something else."""
+"""Settings that can never change: the saved tensors would mean something else."""
 
 
 def settings_of(
     trainer: Trainer, hybrid: HybridTrainer | None, data: Mapping[str, JsonValue] | None
 ) -> dict[str, JsonValue]:
-    """Return everything that tells a run from another, by dotted name."""
+    """Return the settings that identify a run, by dotted name."""
     parts: dict[str, object] = {"": trainer.config, "model": trainer.model.config, _LAYOUT: trainer.plan}
     if hybrid is not None and hybrid.config is not None:
         parts["hybrid"] = hybrid.config
@@ -39,9 +39,9 @@ def settings_of(
 def differences(
     saved: Mapping[str, JsonValue], given: Mapping[str, JsonValue], allowed: Iterable[str]
 ) -> tuple[list[str], list[str]]:
-    """Compare a checkpoint's settings with those of now; ``allowed`` ones, or groups of them before a dot, may change.
+    """Compare a checkpoint's settings with the current ones; ``allowed`` names, or prefixes before a dot, may change.
 
-    Returns a sentence for each setting that stands in the way, and a line for each that changes; raises ``ConfigError``
+    Returns a sentence for each setting that must not differ, and a line for each that changes; raises ``ConfigError``
     if no setting has an allowed name.
     """
     allowed, known = tuple(allowed), {**given, **saved}
@@ -64,7 +64,7 @@ def differences(
         else:
             option = "--allow-data-change" if _is_in(name, [_DATA]) else f"--change {name}"
             permit = "" if _is_in(name, _FIXED) else f", allow the change with {option}"
-            refused.append(f"{change}; resume with the saved value{permit}, or start anew in another folder")
+            refused.append(f"{change}; resume with the saved value{permit}, or start a new run in another folder")
     return refused, changed
 
 

@@ -1,4 +1,4 @@
-"""Resuming: a checkpoint is checked byte by byte and field by field, then written into a trainer of whatever stack."""
+"""Resuming: a checkpoint is checked byte by byte and field by field, then written into a trainer of any stack."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ def load_checkpoint(
     say: Say | None = None,
     allowed: Sequence[str] = (),
 ) -> Generation:
-    """Continue from the newest whole checkpoint: under the same stack the next step is bit-equal to the saved run's.
+    """Resume from the newest intact checkpoint: under the same stack the next step is bit-equal to the saved run's.
 
     Under another stack values are the same wherever it can hold them.
 
@@ -77,7 +77,7 @@ def load_checkpoint(
         cycle = _with_tensors(generation.cycle, files)
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            str(generation.folder), [f"the checkpoint does not fit this model and optimizer: {error}; start anew"]
+            str(generation.folder), [f"the checkpoint does not fit this model and optimizer: {error}; start a new run"]
         ) from error
     for line in changed:
         say(f"changed: {line}")
@@ -89,7 +89,7 @@ def load_checkpoint(
 
 
 def _same_generation(group: Group, folder: Path, say: Say) -> Generation:
-    """Return the newest whole checkpoint; the first rank sets damaged ones aside before the others look."""
+    """Return the newest intact checkpoint; the first rank sets damaged ones aside before the others look."""
     if group.rank:
         group.gather_numbers([0.0])
     generation = newest_generation(folder, say)
@@ -98,15 +98,13 @@ def _same_generation(group: Group, folder: Path, say: Say) -> Generation:
     steps = {int(step) for step in group.gather_numbers([generation.manifest.steps_done])}
     if len(steps) > 1:
         told = " and ".join(map(str, sorted(steps)))
-        fault = (
-            f"the ranks find checkpoints after {told} steps; all must see the same folder: put --out on a shared disk"
-        )
+        fault = f"ranks find checkpoints after {told} steps; all must see the same folder: put --out on a shared disk"
         raise ConfigError(str(folder), [fault])
     return generation
 
 
 def _require_fit(trainer: Trainer, manifest: Manifest, files: Files) -> None:
-    """Raise ``KeyError`` or ``ValueError`` unless everything that will be read is there, and can be read."""
+    """Raise ``KeyError`` or ``ValueError`` unless all tensors to be read are present and readable."""
     entries = manifest.parameters
     for entry in entries.values():
         for name in (*entry.tensors, *(name for state in entry.states.values() for name in state.tensors)):
@@ -146,12 +144,12 @@ def _weight_shapes(entry: ParameterEntry) -> list[tuple[tuple[int, ...], torch.d
 
 
 def _codes_of(saved_as: str) -> Int8Codes:
-    """Return how codes of a saved format are read; which of them share a range matters only when writing."""
+    """Return the reader of a saved format's codes; which of them share a range matters only when writing."""
     return Int8Codes(is_symmetric="affine" not in saved_as.split("_"))
 
 
 def _with_tensors(value: JsonValue, files: Files) -> object:
-    """Return the state of a cycle with the tensors that stand in it by name."""
+    """Return the state of a cycle with its named tensors filled in."""
     if isinstance(value, dict):
         if value.keys() == {TENSOR_KEY}:
             name = str(value[TENSOR_KEY])
@@ -277,12 +275,12 @@ class _Loader:
         self._count("optimizer state", source.name, target.name)
 
     def _compare(self, held_P: Tensor, value_P: Tensor) -> None:
-        """Compare a range as it is held with the saved values."""
+        """Compare a range of the stored values with the saved ones."""
         self._error = max(self._error, float((held_P - value_P).abs().max()))
         self._largest = max(self._largest, float(value_P.abs().max()))
 
     def _count(self, kind: str, source: str, target: str) -> None:
-        """Count a tensor that is complete."""
+        """Count a completed tensor."""
         if source != target:
             error = self._error / self._largest if self._largest else 0.0
             self._conversions[kind, source, target].append(error)
@@ -299,7 +297,7 @@ def _weight_values(tensors: Sequence[FileTensor], saved_as: str, part: slice) ->
 
 
 def _read_codes(tensors: Sequence[FileTensor], part: slice) -> tuple[Tensor, ...]:
-    """Return a range of codes, and what is saved of their groups."""
+    """Return a range of codes, with the saved scales of their groups."""
     groups = slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
     codes, *others = tensors
     return codes.read(part), *(other.read(groups) for other in others)

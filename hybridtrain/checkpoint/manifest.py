@@ -52,7 +52,7 @@ class StateEntry:
     format: str
     """One of ``STATE_FORMATS``."""
     tensors: tuple[str, ...]
-    """What is stored of it; nothing before its first update."""
+    """Its stored tensors; none before the first update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything of a checkpoint but the values of tensors, and the three mappings of free form beside it."""
+    """All metadata of a checkpoint, except the three free-form mappings beside it."""
 
     schema: int
     steps_done: int
@@ -97,7 +97,7 @@ class Generation:
     cycle: JsonMapping | None
     """State of the cycle around the trainer; tensors in it are named."""
     extra: JsonMapping
-    """Whatever whoever saved it wanted to keep."""
+    """Extra values of the caller."""
 
     def tensors(self) -> Mapping[str, FileTensor]:
         """Return all tensors, to be read range by range."""
@@ -109,17 +109,17 @@ class Generation:
 
 
 def write_manifest(folder: Path, manifest: Manifest, content: JsonMapping) -> None:
-    """Write it, beside settings, cycle and extra, into the folder of its tensors."""
+    """Write the manifest, with settings, cycle and extra, into the folder of its tensors."""
     (folder / MANIFEST).write_bytes(_text(content | {"state": encode(manifest)}))
 
 
 def read_generation(folder: Path) -> Generation:
-    """Read a manifest, and nothing of the tensors; raises ``ValueError`` if it is damaged, or of another schema."""
+    """Read a manifest, but no tensors; raises ``ValueError`` if it is damaged, or of another schema."""
     text = (folder / MANIFEST).read_bytes()
     try:
         content = json.loads(text)["content"]
         if _text(content) != text:
-            raise ValueError(f"{MANIFEST} is not as it was written")
+            raise ValueError(f"{MANIFEST} has changed since it was written")
         state, settings, cycle, extra = (content[key] for key in ("state", "settings", "cycle", "extra"))
         if state["schema"] != SCHEMA:
             raise ValueError(f"schema {state['schema']}, this program reads {SCHEMA}")
@@ -145,7 +145,7 @@ def verify(generation: Generation) -> None:
             length = content.read(8)
             header = length + content.read(min(int.from_bytes(length, "little"), file.num_bytes))
         if zlib.crc32(header) != file.header_crc32:
-            raise ValueError(f"the header of {name} is not as it was written")
+            raise ValueError(f"the header of {name} has changed since it was written")
     tensors = generation.tensors()
     if tensors.keys() != entries.keys():
         raise ValueError(f"tensors are missing, or too many: {sorted(tensors.keys() ^ entries.keys())[:3]}")
@@ -153,7 +153,7 @@ def verify(generation: Generation) -> None:
         sums = (readers.map if has_room_for_threads(_READERS) else map)(_crc32, tensors.values())
         damaged = [name for name, crc in zip(tensors, sums, strict=True) if crc != entries[name].crc32]
     if damaged:
-        raise ValueError(f"'{damaged[0]}' is not as it was written")
+        raise ValueError(f"'{damaged[0]}' has changed since it was written")
 
 
 def _crc32(tensor: FileTensor) -> int:
@@ -170,6 +170,6 @@ def _crc32(tensor: FileTensor) -> int:
 
 
 def _text(content: JsonMapping) -> bytes:
-    """Return the whole file: nothing in it may be written otherwise."""
+    """Return the canonical text of the whole file."""
     digest = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": digest, "content": content}, sort_keys=True, indent=1).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""What of a trainer is saved: every trained parameter under its name in the widest form held, state by its format.
+"""A trainer's saved tensors: every trained parameter by name in the widest form held, and state by its format.
 
 Neither says where anything lives, nor which weights are rounded from a master: another stack reads the same files.
 Ranks of which each holds a range, or a stage with some of the parameters, are saved as one process would be: the first
@@ -53,7 +53,7 @@ class SavedTensor:
 
 
 def saved_parameters(trainer: Trainer) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:
-    """Return all tensors of parameters and their state, and what they mean; nothing may be on its way."""
+    """Return all tensors of parameters and their state, with their meaning; no copy may be in flight."""
     tensors: list[SavedTensor] = []
     entries: dict[str, ParameterEntry] = {}
     for name, saved_as, weight, state in _parameters(trainer):
@@ -118,7 +118,7 @@ def _weight(
 
 
 def _state(name: str, slot: StateSlot, shape: tuple[int, ...], shards: Shards) -> Iterator[SavedTensor]:
-    """Yield what is stored of a slot."""
+    """Yield the stored tensors of a slot."""
     cuts = _cuts(shards, prod(shape)) if slot.is_elementwise else None
     for number, stored in enumerate(slot.tensors):
         own = name if len(slot.tensors) == 1 else f"{name}/{number}"
@@ -130,7 +130,7 @@ def _state(name: str, slot: StateSlot, shape: tuple[int, ...], shards: Shards) -
 
 
 def _cuts(shards: Shards, count: int) -> list[slice] | None:
-    """Return the range of each rank; None where every one holds everything."""
+    """Return the range of each rank; None where every rank holds everything."""
     if not shards.cuts_state:
         return None
     return [cut if cut.stop > cut.start else slice(0, 0) for cut in ranges_of(count, shards.shares)]
@@ -139,7 +139,7 @@ def _cuts(shards: Shards, count: int) -> list[slice] | None:
 def _saved(
     name: str, stored: Stored, shape: tuple[int, ...], ranges: list[slice] | None, shards: Shards
 ) -> SavedTensor:
-    """Return a tensor of which this rank holds all, or with ``ranges`` the one of them that is its own."""
+    """Return a tensor that this rank holds whole, or with ``ranges`` its own range."""
     read = partial(_of_tensor, stored.detach().view(-1)) if isinstance(stored, Tensor) else partial(_of_tier, stored)
     if ranges is None:
         return SavedTensor(name=name, shape=tuple(stored.shape), dtype=stored.dtype, read=read)
@@ -155,7 +155,7 @@ def _of_tensor(flat: Tensor, part: slice, out: Tensor | None) -> Tensor:
 
 
 def _of_tier(stored: Stored, part: slice, out: Tensor | None) -> Tensor:
-    """Read where it lives: what is on disk is never in memory whole."""
+    """Read from where it lives; a tensor on disk is never loaded whole."""
     assert not isinstance(stored, Tensor), "of tensors on the device"
     assert stored.buffer.content is not None, "a dry run has nothing to save"
     with _disable_current_modes():  # host memory is not the ledger's
@@ -172,7 +172,7 @@ def _joined(storage: Split16Master, upper: Read, lower: Read, part: slice, out: 
 def _of_ranks(
     read: Read, dtype: torch.dtype, ranges: list[slice], shards: Shards, part: slice, out: Tensor | None
 ) -> Tensor:
-    """Gather from all ranks what each has of a range."""
+    """Gather each rank's part of a range."""
     group = shards.group
     cuts = [overlap(part, own) for own in ranges]
     longest = max(within.stop - within.start for within, _ in cuts)
@@ -212,7 +212,7 @@ def _of_stage(
 def _of_all_stages(
     trainer: Trainer, own: list[SavedTensor], parameters: dict[str, ParameterEntry]
 ) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:
-    """Return those of all stages in the order of the model, on every rank; the first one and the holder read them."""
+    """Return the tensors of all stages in the model's order, on every rank; the first rank and the holder read them."""
     heads = [[tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch.")] for tensor in own]
     text = json.dumps([heads, {name: encode(entry) for name, entry in parameters.items()}])
     readers = {tensor.name: tensor.read for tensor in own}
@@ -229,7 +229,7 @@ def _of_all_stages(
 
 
 class HostCopies:
-    """Copies of tensors in host memory, made anew at every ``keep`` in the same place."""
+    """Copies of tensors in host memory; every ``keep`` refreshes them in place."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Saving: a copy at the end of a step, written beside the training; or written at once where memory holds no copy."""
+"""Saving: a copy at the end of a step, written in the background; or written at once where memory holds no copy."""
 
 import errno
 import math
@@ -37,7 +37,7 @@ _ADVICE = "what was saved before is as it was. Make room, or choose an --out on 
 
 
 class CheckpointSaver:
-    """Saves a run again and again, beside its steps; at the end of a ``with`` the disk has everything.
+    """Saves checkpoints of a run in the background; at the end of a ``with`` the disk has everything.
 
     Args:
         folder: Of all generations.
@@ -85,7 +85,7 @@ class CheckpointSaver:
         data: Mapping[str, JsonValue] | None = None,
         extra: JsonMapping | None = None,
     ) -> None:
-        """Save everything the next step depends on; waits for the save before.
+        """Save everything the next step depends on, after waiting for the previous save.
 
         Args:
             trainer: What is saved.
@@ -94,7 +94,7 @@ class CheckpointSaver:
             extra: What else to keep; of what ``load_checkpoint`` returns it is the ``extra``.
 
         Raises:
-            DivergenceError: a value is no finite number; nothing was written.
+            DivergenceError: a value is not finite; nothing was written.
             DiskSpaceError: the disk is full; what was saved before is as it was.
             StateError: the disk failed.
         """
@@ -137,14 +137,14 @@ class CheckpointSaver:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was saved yet, by whomever."""
+        """Whether the folder holds no checkpoint yet."""
         return not generations(self.folder)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: object) -> None:
-        """Wait for what is being written; who wants to end at once (``KeyboardInterrupt``) gives it up."""
+        """Wait for the write in progress; a ``KeyboardInterrupt`` abandons it."""
         self._gives_up = kind is not None and not issubclass(kind, Exception)
         if kind is None:
             self.finish()
@@ -152,29 +152,29 @@ class CheckpointSaver:
             self.forget_fault()  # the error before is the one to raise
 
     def poll(self) -> None:
-        """Raise what went wrong beside the steps since the last call; does not wait."""
+        """Raise the error of a background save since the last call, without waiting."""
         if self._last.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the disk has what was saved; raises what ``save`` does."""
+        """Wait until the checkpoint is on disk; raises what ``save`` does."""
         last, self._last = self._last, _completed()
         last.result()
 
     @property
     def fault(self) -> BaseException | None:
-        """What went wrong with the last save, once it has ended; waits for that."""
+        """The error of the last save, after waiting for its end."""
         return self._last.exception()
 
     def forget_fault(self) -> None:
-        """Wait for the last save, and forget what went wrong with it: an older checkpoint is taken."""
+        """Wait for the last save and clear its error: an older checkpoint is used."""
         wait([self._last])
         self._last = _completed()
 
     def _written(
         self, tensors: Sequence[SavedTensor], manifest: Manifest, content: JsonMapping, lr: float
     ) -> Iterator[None]:
-        """Write a generation; stop once between its last byte and waiting for the disk."""
+        """Write a generation; yield once between its last byte and waiting for the disk."""
         target = generation_folder(self.folder, manifest.steps_done)
         try:
             with new_folder(target) as partial:
@@ -191,7 +191,7 @@ class CheckpointSaver:
         thin_out(self.folder, keep_last=self._keep_last, keep_hourly=self._keep_hourly, spare_bytes=spare_bytes)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove what need not be kept where there is no room else; raise ``DiskSpaceError`` where there is none."""
+        """Remove old checkpoints where the disk lacks room; raise ``DiskSpaceError`` if it still does."""
         if self.folder.exists() and shutil.disk_usage(self.folder).free < num_bytes:
             thin_out(self.folder, keep_last=self._keep_last, keep_hourly=0, spare_bytes=0)
         require_room(self.folder, num_bytes, "the checkpoint", _ADVICE)
@@ -217,7 +217,7 @@ class CheckpointSaver:
                 for tensor in shard:
                     total, is_checked = 0, tensor.must_be_finite and tensor.dtype.is_floating_point
                     for part in tensor.parts():
-                        if self._gives_up:  # nobody waits for it any more
+                        if self._gives_up:  # its result is abandoned
                             raise KeyboardInterrupt
                         values_P = tensor.read(part, None).contiguous()
                         if is_checked and not all(map(math.isfinite, torch.aminmax(values_P))):
@@ -237,7 +237,7 @@ class CheckpointSaver:
 
 
 def _completed() -> Future[None]:
-    """Return the end of no work."""
+    """Return a future that is already completed."""
     future: Future[None] = Future()
     future.set_result(None)
     return future
@@ -248,7 +248,7 @@ def _exhaust(work: Iterator[None], end: Future[None]) -> None:
         for _ in work:
             pass
         end.set_result(None)
-    except BaseException as error:  # noqa: BLE001  whoever waits raises it
+    except BaseException as error:  # noqa: BLE001  raised where the result is read
         end.set_exception(error)
 
 
@@ -263,7 +263,7 @@ def _shards(tensors: Sequence[SavedTensor]) -> Iterator[list[SavedTensor]]:
 
 
 def _without_tensors(value: object, path: str, tensors: list[SavedTensor]) -> JsonValue:
-    """Return a state as JSON holds it; a tensor becomes its name, and one of ``tensors``."""
+    """Return a state as JSON values; each tensor moves to ``tensors`` and leaves its name."""
     if isinstance(value, Tensor):
         flat, shape = value.detach().cpu().contiguous().view(-1), tuple(value.shape)
         tensors.append(

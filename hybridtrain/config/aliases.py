@@ -1,4 +1,4 @@
-"""Names that the documents use for options, and what they are called here: a file may use either."""
+"""Alternative option names of the documents, and their names here: a file may use either."""
 
 import logging
 from collections.abc import Mapping

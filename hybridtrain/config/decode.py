@@ -142,7 +142,7 @@ class _Decoder:
         self._unions = unions
 
     def value(self, hint: object, value: object, path: str) -> object:
-        """Return ``value`` as the annotation ``hint`` wants it."""
+        """Return ``value`` converted to the annotation ``hint``."""
         if isinstance(hint, type) and hint in self._unions:
             return self._tagged(self._unions[hint], value, path)
         if isinstance(hint, type) and hint in _SCALARS:
@@ -229,7 +229,7 @@ class _Decoder:
         return renamed
 
     def _with_preset(self, cls: type, value: Mapping[str, object], path: str) -> Mapping[str, object]:
-        """Return a table with what its ``preset`` stands for; keys of the table itself win."""
+        """Return a table with the settings of its ``preset``; keys of the table itself win."""
         presets: Mapping[str, Mapping[str, object]] = getattr(cls, "PRESETS", {})
         if not presets or "preset" not in value:
             return value
@@ -288,7 +288,7 @@ def _found(value: object) -> str:
     """Return a value and its type in words."""
     kind = _FOUND.get(type(value), type(value).__name__)
     if isinstance(value, str) and not _is_text(value):
-        kind = "half a surrogate pair, which is no text"
+        kind = "half a surrogate pair, which is not text"
     return f"{_show(value)} ({kind})"
 
 

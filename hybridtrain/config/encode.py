@@ -110,7 +110,7 @@ def _encode_fields(obj: object, path: str, *, nulls: bool) -> JsonMapping:
         if nulls or value is not None:
             encoded[field.name] = _encode_value(value, inner, nulls=nulls)
         elif field.default is not None:  # it would come back as something else
-            raise ValueError(f"{inner}: TOML cannot say None; only a field whose default is None may be left out")
+            raise ValueError(f"{inner}: TOML cannot express None; only a field whose default is None may be left out")
     return encoded
 
 
@@ -130,7 +130,7 @@ def _encode_value(value: object, path: str, *, nulls: bool) -> JsonValue:
 def _encode_scalar(value: object, path: str, *, nulls: bool) -> bool | int | float | str | None:
     match value:
         case None if not nulls:
-            raise ValueError(f"{path}: TOML cannot say None inside an array or a mapping")
+            raise ValueError(f"{path}: TOML cannot express None inside an array or a mapping")
         case None | bool():
             return value
         case float() if not math.isfinite(value):
@@ -143,11 +143,11 @@ def _encode_scalar(value: object, path: str, *, nulls: bool) -> bool | int | flo
             return float(value)
         case str():  # StrEnum members are text too
             return str(value)
-    raise TypeError(f"{path}: {value!r} is a {type(value).__name__}, which the decoder could not read back")
+    raise TypeError(f"{path}: {value!r} is a {type(value).__name__}, which the decoder cannot read")
 
 
 def _canonical(value: JsonValue) -> JsonValue:
-    """Return the value with whole floats as integers; beyond 2**53 they would be digits nobody gave."""
+    """Return the value with whole floats as integers; beyond 2**53 their digits would be spurious."""
     if isinstance(value, dict):
         return {key: _canonical(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -12,7 +12,7 @@ T = TypeVar("T")
 class Most:
     """Largest value of a field, beside its type: ``num_blocks: Annotated[int, Most(4096)]``.
 
-    It is far beyond what anybody trains on a card, and near enough that nothing hangs or overflows before it is told.
+    It is far beyond any training on a card, and small enough that nothing hangs or overflows before the error.
     """
 
     value: int
@@ -29,7 +29,7 @@ def omit_if_default(declared: Field[Any]) -> bool:
 
 
 def broken(rules: Mapping[str, object]) -> list[str]:
-    """Return the faults of rules that do not hold: sentences, each with what must be true."""
+    """Return a sentence for each broken rule, stating the requirement."""
     return [fault for fault, holds in rules.items() if not holds]
 
 

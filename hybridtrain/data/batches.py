@@ -22,7 +22,7 @@ IGNORED: Final = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
-    """Inputs and what the model should say after each of them."""
+    """Inputs and their target tokens."""
 
     token_ids_BT: npt.NDArray[np.int64]
     """(B, T) token ids."""
@@ -41,7 +41,7 @@ class TokenBatch:
 
 
 def document_positions(document_ids_BT: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Return (B, T): how many tokens of its document stand before each token in its row."""
+    """Return (B, T): the number of tokens before each token in its document and row."""
     columns_T = np.arange(document_ids_BT.shape[1])
     is_first_BT = np.diff(document_ids_BT, axis=1, prepend=-1) != 0
     starts_BT = np.maximum.accumulate(np.where(is_first_BT, columns_T, 0), axis=1)

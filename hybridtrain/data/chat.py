@@ -88,7 +88,7 @@ class ChatTemplate:
                 if len(spans) != len(answers):
                     raise ValueError(
                         f"the chat template marks {len(spans)} parts of {len(answers)} answers, so what a weight of 0 "
-                        "leaves out cannot be told; mark each answer once, or leave the weights out"
+                        "leaves out cannot be determined; mark each answer once, or leave the weights out"
                     )
                 spans = tuple(span for index, span in zip(answers, spans, strict=True) if index in learned)
             return [(whole, spans)]
@@ -100,8 +100,8 @@ class ChatTemplate:
             if not text.startswith(before):
                 raise ValueError(
                     f"the chat template does not write messages[{index}] after its own generation prompt, so where "
-                    "the answer begins cannot be told; use a template with {% generation %} markers (chat_template "
-                    "= 'chatml' or a .jinja file), or set loss_on = 'all'"
+                    "the answer begins cannot be determined; use a template with {% generation %} markers "
+                    "(chat_template = 'chatml' or a .jinja file), or set loss_on = 'all'"
                 )
             texts.append((None if whole.startswith(text) else text, (len(before), len(text))))
         if all(text is None for text, _ in texts):
@@ -118,7 +118,7 @@ class ChatTemplate:
         try:
             shared = json.dumps({**self._special_tokens, "messages": list(messages), "tools": tools, "documents": None})
         except (RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"the messages cannot be handed to the chat template ({error}); mend them") from error
+            raise ValueError(f"the messages cannot be passed to the chat template ({error}); fix them") from error
         names = [{"num_messages": count, "add_generation_prompt": is_prompt} for count, is_prompt in parts]
         at_once = max(1, _CHARACTERS_AT_ONCE // len(shared))
         for first in range(0, len(names), at_once):

@@ -1,4 +1,4 @@
-"""What every source of tokens becomes: a train part, a validation part and a digest of both.
+"""A corpus from any source of tokens: a train part, a validation part and a digest of both.
 
 Which document is held out for validation depends on its path, so adding a document to many does not move the
 others. The embedded corpus is the source code of the Python standard library on this machine: megabytes of
@@ -45,7 +45,7 @@ _SKIPPED_PREFIXES: Final = ("_sysconfigdata", "config-", "sitecustomize")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens to train and to validate on. The arrays may be memory-mapped; nobody writes to them."""
+    """Tokens to train and to validate on. The arrays may be memory-mapped, and are read-only."""
 
     name: str
     """Short name for tables: ``embedded``, or the name of the file or folder."""
@@ -166,7 +166,7 @@ def text_corpus(path: Path) -> Corpus:
     """Return a UTF-8 text file, or all UTF-8 text files below a folder, as byte tokens.
 
     A single file keeps its last tenth for validation. In a folder each file is a document, and whole documents are held
-    out. What is passed over and left out is told by ``open_source``.
+    out. ``open_source`` defines the files that are skipped.
     Raises ``DataError``: as ``open_source``, and for records and too little text.
     """
     files = open_source(path)
@@ -188,7 +188,7 @@ def _name(path: Path) -> str:
 
 
 def open_corpus(path: Path | None, *, vocab_size: int) -> Corpus:
-    """Return the corpus a path stands for; every token is below ``vocab_size``.
+    """Return the corpus at a path; every token is below ``vocab_size``.
 
     That is the embedded corpus for None; a ``*.bin`` token file, whose last tenth is for validation; a folder with
     ``train.bin`` and ``val.bin``; or a text file or a folder of text, read as byte tokens.

@@ -18,7 +18,7 @@ _MOST_PERCENT: Final = 90
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """What a run trains and validates on. Paths start where the command is run."""
+    """The data of a run. Relative paths start at the current folder."""
 
     path: Path
     """A text file, records (.jsonl, .json, .parquet, .arrow), a folder of both, a token file (.bin), or a folder with

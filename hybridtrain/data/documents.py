@@ -55,7 +55,7 @@ _ALLOWED: Final = (
 
 
 class _LineError(ValueError):
-    """What is wrong with a line, what is allowed, what to do."""
+    """The fault of a line: what is wrong, what is allowed, what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -
         splits := {split_of(file.name) for file in files if file.kind is not Kind.TEXT and file.digest}
     ):
         if damaged := next((file for file in files if file.left_out.startswith(NO_JSON)), None):
-            raise DataError(f"{damaged.path} is {damaged.left_out}; mend it, or move it away")
+            raise DataError(f"{damaged.path} is {damaged.left_out}; fix it, or move it away")
         files = [file if file.left_out else replace(file, left_out=_unread(file, splits, part)) for file in files]
     left_out = tuple(sorted((file.name, file.left_out) for file in files if file.left_out))
     kept = tuple(file for file in files if file.digest and not file.left_out)
@@ -201,10 +201,10 @@ def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile:
     """Return a file with its digest, empty for an empty one, or why it is left out; ``DataError``: it cannot be."""
     kind = kind_of(path)
     if packed_records(path):
-        raise DataError(f"{path} is compressed, which is not read; unpack it beside itself and move it away")
+        raise DataError(f"{path} is compressed, which is not supported; unpack it and move the archive away")
     digest, fault = _checked(path, is_text=kind not in {Kind.PARQUET, Kind.ARROW})
     if fault and (kind is not Kind.TEXT or is_alone):
-        raise DataError(f"{path} is no UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
+        raise DataError(f"{path} is not UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
     if fault or not digest:
         return SourceFile(name, path, kind, left_out="no UTF-8 text" if fault else "")
     if kind is Kind.TEXT and holds_json(path):
@@ -216,7 +216,7 @@ def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile:
     if isinstance(documents, Kind):
         return SourceFile(name, path, documents, digest)
     if is_alone and documents.startswith(NO_JSON):
-        raise DataError(f"{path} is {documents}; mend it, or name a .jsonl file")
+        raise DataError(f"{path} is {documents}; fix it, or name a .jsonl file")
     if is_alone:
         raise DataError(f"{path} holds no document; {_ALLOWED}, or a list of them")
     return SourceFile(name, path, kind, left_out=documents)
@@ -236,7 +236,7 @@ def _unread(file: SourceFile, splits: set[str], part: str) -> str:
 
 
 def _content(record: Record) -> bytes:
-    """Return the bytes that equal records share."""
+    """Return canonical bytes, equal for equal records."""
     value = record
     if isinstance(record, bytes):
         try:
@@ -285,7 +285,7 @@ def read_documents(
 
     ``template`` returns the chat template, and is called where there are messages. ``counts_all``: every token is a
     target, not only those of completions and answers.
-    Raises ``DataError``: records have faults; all are told, up to ten.
+    Raises ``DataError``: records have faults; up to ten are listed.
     """
     faults: list[str] = []
     for file in source.files:
@@ -300,7 +300,7 @@ def read_documents(
             except ValueError as error:
                 faults.append(f"{file.path}, {where}: {error}")
                 if len(faults) == _MOST_FAULTS:
-                    raise DataError("\n".join([*faults, "and perhaps more; mend these lines first"])) from None
+                    raise DataError("\n".join([*faults, "and perhaps more; fix these lines first"])) from None
             else:
                 yield passages
     if faults:
@@ -308,7 +308,7 @@ def read_documents(
 
 
 def _text_passages(path: Path) -> Iterator[Passage]:
-    """Yield a text file in pieces that a tokenizer sees as it would see the whole."""
+    """Yield a text file in pieces whose tokens equal those of the whole."""
     opens, rest = True, ""
     with path.open(encoding="utf-8", newline="") as file:
         while chunk := file.read(_PIECE_CHARACTERS):

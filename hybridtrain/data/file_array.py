@@ -1,4 +1,4 @@
-"""Arrays in files, of which a part is read when it is asked for, so that what happens to the file becomes a message.
+"""Arrays in files, read part by part on demand, so that a changed file gives an error message.
 
 A page of a mapping beyond the end of a file that was cut short is SIGBUS, which ends the process without a word. So
 parts are read by their place in the file; only what is larger stays a view, of which parts are taken later.
@@ -51,7 +51,7 @@ class _Opened:
 
 
 class FileArray(np.memmap[Any, Any]):
-    """A flat array in a file. Nobody writes to it."""
+    """A flat, read-only array in a file."""
 
     _opened: _Opened
     _begin: int
@@ -59,7 +59,7 @@ class FileArray(np.memmap[Any, Any]):
     _offset: int
 
     def __array_finalize__(self, owner: Any) -> None:
-        """Let views know the file too."""
+        """Pass the file on to views."""
         super().__array_finalize__(owner)
         for name in ("_opened", "_begin", "_offset"):
             if hasattr(owner, name):
@@ -81,7 +81,7 @@ class FileArray(np.memmap[Any, Any]):
 
 
 def open_array(path: Path, dtype: npt.DTypeLike, *, offset: int = 0) -> npt.NDArray[Any]:
-    """Return the values of a file from a byte offset to its end; raises ``OSError``: it cannot be read."""
+    """Return the values of a file from a byte offset to its end; raises ``OSError`` if it cannot be read."""
     opened = _Opened(path)
     size = (opened.state()[0] - offset) // np.dtype(dtype).itemsize
     if not size:

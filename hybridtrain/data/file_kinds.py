@@ -1,6 +1,6 @@
-"""What a file holds: prose, or records that are a document each. A record is never read as prose.
+"""Kinds of files: prose, or records that are a document each. A record is never read as prose.
 
-Records are told by a file's name, and JSON under another name by its content. Beside records, a folder of ``datasets``
+Records are known by a file's name, and JSON under another name by its content. Beside records, a folder of ``datasets``
 holds files about them (a card, a licence, metadata), which are no documents.
 """
 
@@ -22,7 +22,7 @@ Record: TypeAlias = bytes | object
 
 
 class Kind(StrEnum):
-    """How a file's documents are told apart."""
+    """The layout of a file's documents."""
 
     TEXT = "text"
     """It is one document."""
@@ -112,7 +112,7 @@ def holds_json(path: Path) -> bool:
 
 
 def json_kind(path: Path) -> Kind | str:
-    """Return how a .json file holds documents, or why it holds none; raises ``DataError``: it is too large."""
+    """Return the document layout of a .json file, or the reason for none; raises ``DataError`` if it is too large."""
     try:
         value = _json_value(path)
     except (RecursionError, ValueError) as error:
@@ -183,7 +183,7 @@ def _rows(path: Path, kind: Kind) -> Iterator[object]:
                 yield from map(_without_nulls, batch.select(_wanted(batch.schema.names)).to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         why = str(error).partition("\n")[0]
-        raise DataError(f"{path} is no whole {kind} file ({why}); copy it again") from error
+        raise DataError(f"{path} is not a complete {kind} file ({why}); copy it again") from error
 
 
 def _wanted(names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ change nothing.
 
 Rows are filled by best fit over pieces of decreasing length (Ding et al., Fewer Truncations Improve Language Modeling,
 2404.10830), which is a function of the lengths and the seed. A batch is a function of (seed, step, micro-batch): epoch
-e takes the rows in an order keyed by (seed, e). A run that goes on with another batch size begins at the row that it
+e takes the rows in an order keyed by (seed, e). A run resumed with another batch size begins at the row that it
 had come to.
 """
 
@@ -41,13 +41,13 @@ class EncodedDocuments:
 
     @property
     def num_documents(self) -> int:
-        """How many there are."""
+        """The number of documents."""
         return int(self.ends.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedRows:
-    """Which pieces of documents each row holds."""
+    """The pieces of documents in each row."""
 
     documents: EncodedDocuments
     seq_len: int
@@ -164,7 +164,7 @@ def pack(
 def _pieces(
     documents: EncodedDocuments, seq_len: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:  # fmt: skip
-    """Return first input and length of each piece with a target that counts; how many are dropped, documents cut."""
+    """Return first input and length of each piece with a counted target; numbers of dropped pieces, cut documents."""
     begins = np.concatenate([np.zeros(1, dtype=np.int64), documents.ends[:-1]])
     num_pairs = np.maximum(documents.ends - begins - 1, 0)
     num_pieces = -(-num_pairs // seq_len)
@@ -220,7 +220,7 @@ def keyed_order(count: int, seed: int, *key: int) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class RowPosition:
-    """Where a batch begins; the next ones follow without a gap."""
+    """The first row of a batch; the next ones follow without a gap."""
 
     batch: int = 0
     """Its number, from 0."""

@@ -1,4 +1,4 @@
-"""A program that renders chat templates for ``template_renderer``: they are programs of somebody else's.
+"""A program that renders chat templates, which are untrusted programs, for ``template_renderer``.
 
 It needs jinja2 alone. Standard input has ``sys.path`` and then requests, a line of JSON each; standard output answers.
 Memory, processor time and the length of a text are limited, so that no template takes the machine or never ends.
@@ -26,14 +26,14 @@ MOST_CHARACTERS: Final = 2**24
 """Of one text: four million tokens, more than any model reads."""
 
 _TODAY: Final = datetime(2024, 7, 26, tzinfo=UTC)
-"""What templates are told as the date, that a text has the same tokens every day: the one that Llama 3's templates take
+"""The date passed to templates, fixed so that a text has equal tokens every day: the one that Llama 3's templates take
 where they are told none."""
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""What begins a mark; a number follows."""
+"""The beginning of a mark; a number follows."""
 
 
 class _TemplateError(ValueError):
-    """A kind of fault, and why."""
+    """A kind of fault, and its reason."""
 
 
 def _refuse(message: object) -> None:
@@ -93,7 +93,7 @@ class _Compiled:
         plain = self._text(names)
         if not (marks and self.has_markers):
             return plain, []
-        number = f"{secrets.randbelow(10**30):030d}"  # unknown to whoever wrote the texts
+        number = f"{secrets.randbelow(10**30):030d}"  # unknown to the authors of texts
         self._marks = (_OPEN + number, _CLOSE + number)
         try:
             marked = self._text(names)
@@ -141,7 +141,7 @@ _compiled: Final = lru_cache(maxsize=4)(_Compiled)
 
 
 def _answer(request: Mapping[str, Any]) -> Mapping[str, object]:
-    """Return the texts that were asked for, or what is wrong."""
+    """Return the requested texts, or the fault."""
     fault = "syntax"
     try:
         _limit_time()
@@ -156,13 +156,13 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, object]:
         return {"fault": error.args[0], "why": error.args[1]}
     except MemoryError:
         return {"fault": "memory"}
-    except Exception as error:  # noqa: BLE001  a template is a program of somebody else's
+    except Exception as error:  # noqa: BLE001  a template is an untrusted program
         return {"fault": fault, "why": str(error)}
     return {"has_markers": template.has_markers, "texts": texts}
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer requests until standard input ends."""
     sys.path[:] = json.loads(sys.stdin.buffer.readline())
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_AS, MOST_BYTES)

@@ -35,7 +35,7 @@ class TemplateLimitError(DataError):
 
 
 def ask(template: str, shared: str, names: Sequence[Mapping[str, object]], *, marks: bool) -> Mapping[str, Any]:
-    """Return a template's texts of some messages, ``shared`` in JSON, and whether it says itself what an answer is.
+    """Return a template's texts of some messages, ``shared`` in JSON, and whether the template marks answers itself.
 
     Raises:
         ValueError: the template refuses the messages.
@@ -76,7 +76,7 @@ class _Process:
                     running.stdin.flush()
                 answer = running.stdout.readline()
             except BaseException:
-                self.close()  # an answer that nobody read would be the next one's
+                self.close()  # an unread answer would be taken for the next one's
                 raise
             if answer.endswith(b"\n"):
                 content: Mapping[str, Any] = json.loads(answer)
@@ -103,7 +103,7 @@ class _Process:
         return self._running
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         running, self._running = self._running, None
         if running is not None and self._owner == os.getpid():
             with running:

@@ -1,4 +1,4 @@
-"""What a [data] table stands for: text encoded once into files that are memory-mapped, a part of it held out.
+"""The data of a [data] table: text encoded once into memory-mapped files, with a held-out part.
 
 The files lie in a folder named by the digest of everything that decides the tokens: contents, tokenizer, template,
 options. So a resumed run finds the same tokens, and changed data or a changed tokenizer makes others. Tokens are raw
@@ -54,19 +54,19 @@ class TextData:
     tokenizer: Tokenizer
     packing: Packing
     settings: JsonMapping
-    """What a resumed run must share, by dotted name."""
+    """Settings that a resumed run must share, by dotted name."""
     source: str
     """One sentence on where the tokens come from."""
     template: str = ""
     """The chat template, where it is another one than the tokenizer's own."""
     is_tokens: bool = False
-    """It was in tokens before; whether they are the tokenizer's, nobody tells."""
+    """The source is a token file; whether its tokens are the tokenizer's is unknown."""
 
 
 def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) -> TextData:
     """Return the data of a run; text is encoded unless ``folder`` holds its tokens already.
 
-    Nobody else may be writing to the folder. ``say`` is told what is encoded, and how answers are found. Raises
+    Nobody else may be writing to the folder. ``say`` gets progress, and how answers are found. Raises
     ``DataError``: a path is missing, a line has a fault, a package is not installed, the vocabulary is too small.
     """
     name = config.tokenizer or BYTES
@@ -90,7 +90,7 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
         )
     encoding = _Encoding(config, tokenizer, source, other, vocab_size)
     parts = encoding.open(folder, say)
-    _tell_share(config, *parts, say)
+    _report_share(config, *parts, say)
     settings: JsonMapping = {"data.digest": encoding.key, "data.name": config.path.resolve().name}
     if tokenizer.digest != BYTES:
         settings["data.tokenizer"] = tokenizer.digest
@@ -107,7 +107,7 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartFacts:
-    """What a part's files hold."""
+    """Facts about a part's files."""
 
     num_tokens: int
     num_documents: int
@@ -121,7 +121,7 @@ class _PartFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Index:
-    """Written last: files without it are not whole."""
+    """The index, written last: files without it are incomplete."""
 
     dtype: Literal["<u2", "<u4"]
     train: _PartFacts
@@ -129,7 +129,7 @@ class _Index:
 
 
 class _Encoding:
-    """How the tokens of a [data] table are made, and which files hold them."""
+    """Encodes the text of a [data] table, and finds the files of its tokens."""
 
     def __init__(
         self, config: DataConfig, tokenizer: Tokenizer, source: TextSource, other: TextSource | None, vocab_size: int
@@ -244,17 +244,17 @@ class _Encoding:
 
 
 def _counted(encoded: Encoded, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """Return whether each token stands for a character of the spans."""
+    """Return whether each token covers a character of the spans."""
     counts = np.zeros(encoded.ids.size, dtype=np.bool_)
     for first, last in spans:
         counts |= (encoded.spans[:, 0] < last) & (encoded.spans[:, 1] > first)
     return counts
 
 
-def _tell_share(
+def _report_share(
     config: DataConfig, train: EncodedDocuments, validation: EncodedDocuments | None, say: Say
 ) -> None:  # fmt: skip
-    """Say where a share is held out that is far from what was asked for: by more than half of it."""
+    """Report a held-out share that differs from the requested one by more than half of it."""
     percent = config.held_out_percent
     if config.validation is not None or not percent:
         return
@@ -276,7 +276,7 @@ def _tell_share(
 
 def _unused_template(config: DataConfig) -> str:
     return (
-        f"chat_template: '{config.chat_template}' is used by nothing, for {config.path} holds no messages; leave "
+        f"chat_template: '{config.chat_template}' has no effect: {config.path} holds no messages; leave "
         'chat_template out, or name records with "messages"'
     )
 
@@ -295,7 +295,7 @@ def _token_files(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> T
         )
     if config.path.is_dir() and config.validation_percent is not None:
         raise DataError(
-            f"validation_percent: {config.validation_percent} is used by nothing, for {config.path}/val.bin is held "
+            f"validation_percent: {config.validation_percent} has no effect: {config.path}/val.bin is held "
             "out; leave validation_percent out, or name train.bin alone"
         )
     corpus = token_corpus(config.path, vocab_size=vocab_size, percent=config.held_out_percent)
@@ -350,7 +350,7 @@ class _PartWriter:
 
 
 def _paths(place: Path, name: str) -> list[Path]:
-    """Return where tokens, counts and ends of a part lie."""
+    """Return the paths of a part's tokens, counts and ends."""
     return [place / f"{name}.{kind}" for kind in ("tokens", "counts", "ends")]
 
 
@@ -360,7 +360,7 @@ def _digest(path: Path) -> str:
 
 
 def _read_parts(place: Path) -> tuple[list[EncodedDocuments], int] | None:
-    """Return both parts and their largest token, or None unless all is there as it was written."""
+    """Return both parts and their largest token, or None unless all files are intact."""
     try:
         index = decode(_Index, json.loads((place / _INDEX).read_bytes()), source=str(place))
         parts = []

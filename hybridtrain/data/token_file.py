@@ -34,7 +34,7 @@ _MIN_TOKENS: Final = 2  # one input and its target
 
 
 class TokenFormat(StrEnum):
-    """How a token file is laid out."""
+    """The layout of a token file."""
 
     RAW_UINT16 = "raw_uint16"
     """nanoGPT's ``*.bin``."""

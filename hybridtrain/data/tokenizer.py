@@ -36,7 +36,7 @@ TOKENIZER_FILES: Final = (_TOKENIZER, _CONFIG, "tokenizer.model", "vocab.json")
 _AS_THE_FILE_SAYS: Final = {None, "PreTrainedTokenizerFast", "TokenizersBackend"}
 """Classes of transformers that take a tokenizer.json as it is."""
 _DECIDES: Final = ("normalizer", "pre_tokenizer", "model", "post_processor", "decoder", "added_tokens")
-"""What of a tokenizer.json decides about tokens and their text."""
+"""Parts of a tokenizer.json that affect tokens and their text."""
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -52,7 +52,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokenizer(ABC):
-    """What text needs to become tokens, and tokens text."""
+    """Encodes text to tokens, and decodes tokens to text."""
 
     vocab_size: int
     """Every token is below it."""
@@ -65,7 +65,7 @@ class Tokenizer(ABC):
     pad_id: int = 0
     """Fills rows; any token will do, for its prediction never counts."""
     special_tokens: Mapping[str, str]
-    """What chat templates may name: bos_token, eos_token, ..."""
+    """Tokens that chat templates may name: bos_token, eos_token, ..."""
     templates: Mapping[str, str] = field(default_factory=dict)
     """Chat templates by name; "default" is the tokenizer's own."""
     digest: str
@@ -134,7 +134,7 @@ class FileTokenizer(Tokenizer):
         backend.post_processor = import_module("tokenizers.processors").ByteLevel(trim_offsets=False)
         if eos_token and backend.token_to_id(eos_token) is None:
             raise DataError(
-                f"eos_token: '{eos_token}' is no token of {source}; name one of its vocabulary, for example that of "
+                f"eos_token: '{eos_token}' is not a token of {source}; name one of its vocabulary, for example that of "
                 "eos_token in tokenizer_config.json"
             )
         if eos_token:
@@ -175,8 +175,7 @@ def open_tokenizer(name: str, *, vocab_size: int, eos_token: str = "") -> Tokeni
     """
     if name == BYTES and eos_token:
         raise DataError(
-            f"eos_token: '{eos_token}' is used by nothing, for bytes end a document with NUL; leave it out, or name a "
-            "tokenizer"
+            f"eos_token: '{eos_token}' has no effect: bytes end a document with NUL; leave it out, or name a tokenizer"
         )
     tokenizer: Tokenizer = ByteTokenizer() if name == BYTES else _open(Path(name), eos_token)
     around = (*tokenizer.bos_ids, *tokenizer.eos_ids)
@@ -258,7 +257,7 @@ def _read_file(file: Path, settings: Mapping[str, object]) -> _Read:
         backend = import_module("tokenizers").Tokenizer.from_str(content)
         return _Read(backend=backend, content=content, special_tokens=special_tokens)
     except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"{file} is no tokenizer of the library 'tokenizers' ({error}); copy it again") from error
+        raise DataError(f"{file} is not a tokenizer of the library 'tokenizers' ({error}); copy it again") from error
 
 
 def _read_by_transformers(folder: Path) -> tuple[str, _Read]:

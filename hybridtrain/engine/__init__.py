@@ -1,1 +1,1 @@
-"""One executor for every plan: an explicit loop over blocks, autograd inside each block."""
+"""One executor for every plan: an explicit loop over blocks, with autograd inside each block."""

@@ -1,4 +1,4 @@
-"""Which work of a block is the same for every block like it, so that a dry run may do it once."""
+"""The work of a block that equal blocks share, so that a dry run does it once."""
 
 from collections.abc import Callable, Hashable
 
@@ -10,7 +10,7 @@ from hybridtrain.models.widening import Widen, widening_of
 from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 _PARTS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-"""Attributes of every module that are looked at one by one."""
+"""Attributes of every module that are inspected one by one."""
 _HOOKS = frozenset(vars(nn.Module())) - _PARTS - {"training"}
 """Those that may do anything."""
 
@@ -19,9 +19,9 @@ def block_work(
     block: nn.Module, do: Callable[[], tuple[Tensor, ...]], hidden_BTD: Tensor, documents: Documents | None,
     balance: BalanceLoss | None, *more: bool,
 ) -> Work:  # fmt: skip
-    """Return a forward pass of a block, which ``do`` does; ``more`` says how.
+    """Return a forward pass of a block, done by ``do``; ``more`` holds its further settings.
 
-    Memory that coded matrices share is looked at again in the backward pass.
+    The memory that coded matrices share is checked again in the backward pass.
     """
     operands = [hidden_BTD, *(() if documents is None else (documents.ids_BT, documents.positions_BT))]
     if balance is not None:
@@ -36,7 +36,7 @@ def block_work(
 
 
 class _SharedMatrix:
-    """Which of a block's matrices has its values in the memory that all share."""
+    """Tracks which matrix of a block has its values in the shared memory."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
@@ -47,19 +47,19 @@ class _SharedMatrix:
         return next((i for i, widen in enumerate(self._widenings()) if widen.is_done), -1)
 
     def restore(self, mark: Hashable) -> None:
-        """Take the values of another matrix to be there."""
+        """Restore which matrix has its values in the shared memory."""
         for number, widen in enumerate(self._widenings()):
             widen.pretend(is_done=number == mark)
 
     def _widenings(self) -> list[Widen]:
-        if self._found is None:  # nobody but a dry run asks
+        if self._found is None:  # only a dry run needs it
             found = [widening_of(parameter) for parameter in self._block.parameters()]
             self._found = [widen for widen in found if widen is not None]
         return self._found
 
 
 def block_key(block: nn.Module) -> Hashable:
-    """Return the key of all that a block does with an input: parts, settings, layouts; None: it cannot be told."""
+    """Return the hashable state key of a block's work: parts, settings, layouts; None: there is none."""
     found: list[Hashable] = []
     for path, module in block.named_modules():
         held = vars(module)

@@ -28,7 +28,7 @@ class Executor(ModelRun):
     """Runs forward and backward passes of one model under one plan; gradients end up in ``grads``."""
 
     def enter(self, plan: PhasePlan, weights: WeightStore, *, runs_backward: bool) -> None:
-        """Go on under another plan, between two steps; without backward passes the stores for them are left alone."""
+        """Switch to another plan between two steps; without backward passes their stores are left alone."""
         self.plan, self.weights = plan, weights
         self.arrange(plan)
         if not runs_backward:
@@ -155,12 +155,12 @@ class Executor(ModelRun):
 
 
 def _whole(blocks: Iterable[int]) -> Iterator[Visit]:
-    """Yield the visits of blocks that are computed with."""
+    """Return visits that use whole blocks."""
     return (Visit(block, is_whole=True) for block in blocks)
 
 
 def _boundary_storage(plan: PhasePlan) -> tuple[object, ...]:
-    """Return the settings that decide which boundaries are kept, where, and of which size."""
+    """Return the settings that decide number, place and size of kept boundaries."""
     return plan.boundary, plan.compute_dtype, plan.recompute_every, plan.kept_blocks, plan.schedule
 
 

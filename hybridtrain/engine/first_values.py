@@ -1,4 +1,4 @@
-"""The first value of every parameter: read from somewhere, or random by the seed. P elements of a flat slice.
+"""First values of every parameter: read from a source, or random by the seed. P elements of a flat slice.
 
 What is read goes to its place slice by slice, so that no matrix needs to be in memory whole beside what stores it;
 only codes whose scales depend on each other are made of whole matrices.
@@ -31,7 +31,7 @@ _READ_ELEMENTS = 1 << 21
 
 @dataclass(slots=True)
 class FirstValues:
-    """Writes them into the stores of a plan.
+    """Writes first values into the stores of a plan.
 
     Without a ``source`` all are random, keyed by ``seed`` and parameter. Adapters always begin as the identity.
     """

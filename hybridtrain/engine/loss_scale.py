@@ -23,7 +23,7 @@ class LossScale:
     """Steps that were run again, each time."""
 
     def overflowed(self) -> bool:
-        """Halve; return whether the step may be tried again."""
+        """Halve the scale; return whether the step may be tried again."""
         self.value, self.good_steps, self.overflows = self.value / 2, 0, self.overflows + 1
         return self.value >= _LEAST
 

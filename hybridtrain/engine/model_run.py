@@ -32,7 +32,7 @@ class ModelRun:
         self.observer = shards.copies.observer
         self.units = model.units(everywhere=True)
         self.part = model.part
-        """What of the model is held: all of it, or that of a stage."""
+        """The held part of the model: all of it, or that of a stage."""
         self.trains_tied = model.config.tied and model.head.weight.requires_grad
         """The head's weight is the token embedding, and trained."""
         experts = model.config.experts
@@ -65,15 +65,15 @@ class ModelRun:
         ] + [range(block, block + 1) for block in range(self.first_kept, stop)]
 
     def new_boundaries(self) -> BoundaryStore:
-        """Return an empty store as the plan says."""
+        """Return an empty store according to the plan."""
         return BoundaryStore(self.plan.boundary.placement, self.copies, by_micro_batch=not self.part.is_whole)
 
     def new_grads(self) -> GradStore:
-        """Return an empty store as the plan says."""
+        """Return an empty store according to the plan."""
         return GradStore(self.model.units(), self.plan, self._shards, wants_norm=self._wants_norm)
 
     def waves(self, group: range) -> list[range]:
-        """Return the micro-batches that pass block by block: all of a group, each alone where another stage waits."""
+        """Return the micro-batches of each pass over blocks: the whole group, or single ones in a pipeline."""
         return [group] if self.part.is_whole else [group[i : i + 1] for i in range(len(group))]
 
     def receive(self, shape: Sequence[int], rank: int) -> Tensor:

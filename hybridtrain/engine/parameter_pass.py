@@ -1,6 +1,6 @@
-"""The one pass over parameters: what an update does, and whatever else reads or changes weights and their state.
+"""The one pass over parameters, for updates and for all other reads and changes of weights and their state.
 
-Everything is worked on where it lives: on the device in slices, streamed through it in slices, or on the host by the
+All work happens where tensors live: on the device in slices, streamed through it in slices, or on the host by the
 processor. Nothing of a parameter's size is held beyond what the stores hold, but for parameters that an optimizer must
 see in one piece. P elements of a flat slice.
 """
@@ -43,7 +43,7 @@ class PassSettings:
     reads_stored: bool = False
     """Stored weights are needed themselves, whatever their format."""
     loads_values: bool = True
-    """Without it only what is stored is read and written."""
+    """Without it only stored tensors are read and written."""
     writes_weights: bool = True
     rounds_to_nearest: bool = False
     """Weights without a master are otherwise rounded stochastically."""
@@ -211,7 +211,7 @@ class ParameterPass:
         return [Entry.of(unit, i, state, grads[i] if grads else None) for i, state in enumerate(states)]
 
     def _acquired(self, task: _Task, unit: Unit) -> list[Entry]:
-        """Return a unit's parameters; moments that never were are made only where someone looks at them."""
+        """Return a unit's parameters; missing moments are created only where the pass reads them."""
         wants_moments = task.update is not None or bool(task.second_names)
         if wants_moments or task.settings.uses_extra:
             states = self._states.acquire(unit, wants_moments=wants_moments)
@@ -321,7 +321,7 @@ class ParameterPass:
         self._write_back(task, current)
 
     def _write_back(self, task: _Task, unit: Unit | None) -> None:
-        """Write back a unit's changed weights, once all ranks have the ranges that others changed."""
+        """Write back a unit's changed weights, once all ranks have the changed ranges of the others."""
         if unit is None or not task.settings.writes_weights:
             return
         if self._shards.cuts_state and not self._weights.is_cut(unit.name):
@@ -330,7 +330,7 @@ class ParameterPass:
         self._weights.write_back(unit.name)
 
     def _run_on_host(self, task: _Task, unit: Unit) -> None:
-        """Let the processor work on whole parameters of a unit once what it reads has arrived."""
+        """Run the pass on the CPU, on whole parameters of a unit, once its inputs have arrived."""
         entries = [entry for group in self._groups(task, unit) for entry in group]
         arrive: list[Stored | None] = [entry.grad for entry in entries]
         num_bytes = sum(grad.numel() * grad.dtype.itemsize for grad in arrive if grad is not None)

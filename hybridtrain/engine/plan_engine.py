@@ -37,12 +37,12 @@ class PlanEngine:
         self.units = model.units()
         self.states = StateStore(full, self._formats[Phase.FULL], shards)
         self._stored_as = Phase.FULL
-        """Phase whose plan says how weights are stored, and where master weights are unless they were stored away."""
+        """Phase whose plan decides the storage of weights, and the place of master weights not moved away."""
         self.executor = Executor(model, self.weights, full, shards, wants_norm=wants_norm)
         self._connect()
 
     def enter(self, phase: Phase, *, step: int, key: int) -> None:
-        """Let the plan of another phase be in force, after so many steps.
+        """Switch to the plan of another phase after ``step`` steps.
 
         ``key``: of stochastic rounding where storage is narrower than before. The last visit's key comes first, so that
         its results are rounded as if it had worked on the narrower ones.
@@ -65,7 +65,7 @@ class PlanEngine:
         self.executor.enter(plan, self.weights, runs_backward=phase is not Phase.PREDICT)
 
     def store_as(self, phase: Phase, *, key: int) -> Phase:
-        """Store weights as a phase does, all else staying where it is; return how they were stored before."""
+        """Store weights as a phase does, leaving all else in place; return their previous storage."""
         before, plan = self._stored_as, self.memory_plan.for_phase(phase)
         if not self._must_move(phase):
             return before

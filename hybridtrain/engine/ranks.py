@@ -1,4 +1,4 @@
-"""What several ranks cannot do together, or were told otherwise, is refused before anything is built."""
+"""Refusals, before anything is built, of plans that ranks cannot run and of settings that differ between them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ def require_ranks(group: Group, plan: MemoryPlan, optimizer: Optimizer, num_bloc
 
 
 def require_agreement(group: Group, device: torch.device, given: Mapping[str, JsonValue]) -> None:
-    """Refuse settings, by names that tell a user what to change, that are not alike on all ranks, which all ask.
+    """Refuse settings that differ between ranks, named by what a user would change; every rank must call this.
 
     Raises:
         ConfigError: a fault for each name, with the values of the ranks.

@@ -1,4 +1,4 @@
-"""One optimizer step in words: what it is given, what it may do, what it did."""
+"""Data classes of one optimizer step: settings, limits, share of micro-batches, result."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from hybridtrain.optim.optimizer import StepHook
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did."""
+    """The result of one optimizer step."""
 
     step: int
     """Counted from 1."""
@@ -24,7 +24,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Values beyond which a guarded step is refused before it is applied."""
+    """Limits of loss and gradient norm; a guarded step beyond them is refused before it is applied."""
 
     loss: float
     grad_norm: float
@@ -32,7 +32,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepShare:
-    """Which micro-batches of a step this rank has."""
+    """This rank's share of a step's micro-batches."""
 
     first: int
     """Number of its first one, by which random numbers are keyed."""

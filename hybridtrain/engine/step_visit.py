@@ -32,7 +32,7 @@ class BlockGraph:
     hidden_in_BTD: Tensor
     output: GradientEdge | None
     """Where the block's output left the graph. Holding the tensor itself would keep one boundary alive for nothing.
-    None: the pass was written down only."""
+    None: the pass was only recorded."""
     held: Held | None
 
 
@@ -60,7 +60,7 @@ def differentiate_block(
 
     def differentiate(again: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         output = get_gradient_edge(again[0]) if again else graph.output
-        assert output is not None, "what was written down only is run again first"
+        assert output is not None, "a forward pass that was only recorded is run again first"
         return torch.autograd.grad(output, (graph.hidden_in_BTD, *parameters), grad_BTD)
 
     grad_in_BTD, *grads = observer.repeat_backward(graph.held, (grad_BTD,), differentiate)
@@ -77,7 +77,7 @@ class DeviceBatch:
     """Those that count; the loss is the mean over them."""
     documents: Documents | None = None
     counted_BT: Tensor | None = None
-    """bool: which positions are no padding, where anybody asks; None: all are."""
+    """bool: positions that are not padding, where needed; None: all."""
     num_tokens: int = 0
     """Those of ``counted_BT``; without it all count."""
 
@@ -132,7 +132,7 @@ BlockDone = Callable[[Unit], object]
 
 
 def upload_batch(batch: TokenBatch, transfer: Transfer, *, marks_padding: bool = False) -> DeviceBatch:
-    """Return a micro-batch on the device; ``marks_padding``: with what says where its padding is."""
+    """Return a micro-batch on the device; ``marks_padding``: with a mask of its padding."""
     documents = counted_BT = None
     if marks_padding and batch.lengths_B is not None:
         counted_BT = transfer.upload(np.arange(batch.token_ids_BT.shape[1]) < batch.lengths_B[:, None])
@@ -236,7 +236,7 @@ class StepVisit:
             self._finish("embedding")
 
     def _enter(self, micro_batch: int) -> None:
-        """Begin with the embedding, or with what the stage before gives."""
+        """Begin with the embedding, or with the previous stage's output."""
         run = self._run
         if run.balanced is not None:
             self._balance[micro_batch] = self._new_balance(micro_batch, run.balanced)
@@ -247,7 +247,7 @@ class StepVisit:
             self._hidden[micro_batch] = self._receive(micro_batch, -1)
 
     def _leave(self, micro_batch: int) -> None:
-        """End with the embedding, or give gradients to the stage before, that of a tied matrix to the first one."""
+        """End with the embedding, or send gradients to the previous stage, that of a tied matrix to the first one."""
         run = self._run
         if run.part.has_embedding:
             self._embed_backward(micro_batch)
@@ -259,9 +259,9 @@ class StepVisit:
                 run.copies.send(self._own_tied_grad(micro_batch), 0)
 
     def _send(self, tensor: Tensor, micro_batch: int, step: int) -> None:
-        """Start giving a tensor to another stage, and with it what was counted for the load-balancing loss.
+        """Start sending a tensor to another stage, with the counts for the load-balancing loss.
 
-        In one message: a second one would wait for the first, while the other stage may wait to be heard itself.
+        Both go in one message: a second send would wait for the first, while the other stage may wait to send itself.
         """
         tensor = tensor.contiguous()
         if micro_batch in self._balance:

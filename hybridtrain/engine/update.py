@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether anything of it waits below the device."""
+        """Whether any of its tensors lives below the device."""
         return any(isinstance(tensor, TierTensor) for tensor in [self.grad, *self.state.stored()])
 
 
@@ -95,7 +95,7 @@ class Update:
         )
 
     def key(self, entry: Entry, count: int) -> Hashable:
-        """Return the key of equal updates of a slice; None where a hook may do as it likes."""
+        """Return the hashable key of a slice's update; None where a hook has none."""
         return None if self._hook else (self._step(entry), count, entry.state.master_weight is None)
 
     def of_slice(self, operands: Operands) -> None:

@@ -1,6 +1,6 @@
-"""Weights pass from the storage of one plan to that of another, at the border between two phases. P elements.
+"""Moves weights from the storage of one plan to that of another, at the border of two phases. P elements.
 
-Unit by unit: the old memory goes before the next unit's new memory is made, so there is never a second model, only the
+Unit by unit: the old memory is freed before the next unit's is made. So there is never a second model, only the
 slots of both plans and one unit twice.
 """
 

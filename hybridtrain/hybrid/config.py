@@ -1,4 +1,4 @@
-"""Options of hybrid predictive training, one flat section; and whether a trainer can run the cycle they ask for."""
+"""Options of hybrid predictive training in one flat section, and the check that a trainer can run them."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from hybridtrain.trainer import Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridConfig:
-    """How long phases are, what predicts, what guards."""
+    """Settings of phases, predictor and guards."""
 
     predictor: Literal["slow_gradient", "linear", "mlp", "rssm"] = "slow_gradient"
     """Where a jump goes. mlp and rssm forecast losses and choose the strength of slow_gradient's jumps by them: they
@@ -118,7 +118,7 @@ class HybridConfig:
 
 
 def check_hybrid(trainer: Trainer, config: HybridConfig, *, has_probe: bool) -> None:
-    """Raise ``ConfigError`` unless the stack keeps what the predictor needs, and all else is there."""
+    """Raise ``ConfigError`` unless the stack keeps the predictor's state and all other requirements hold."""
     owner = f"hybrid.predictor = '{config.predictor}'"
     check_history(trainer.plan, is_needed=True, owner=owner)
     faults = []
@@ -130,7 +130,7 @@ def check_hybrid(trainer: Trainer, config: HybridConfig, *, has_probe: bool) -> 
 
 
 def rival_faults(optimizer: Optimizer, config: HybridConfig) -> list[str]:
-    """Return a sentence where the optimizer uses what the predictor needs for itself."""
+    """Return a sentence where optimizer and predictor need the same state."""
     if config.follows_slow and not optimizer.second_moment_names:
         owner = f"hybrid.predictor: '{config.predictor}'"
         return [f"{owner} divides by a second moment, which {optimizer.kind} does not keep"]

@@ -1,4 +1,4 @@
-"""Which phase comes next, how long it lasts, and how bold a jump may be."""
+"""The controller of phases: the next phase, its length, and the strength of jumps."""
 
 import math
 from collections import deque
@@ -17,7 +17,7 @@ _SMALLEST_SCALE = 1 / 16
 _GROWTH = 1.25
 """Of the strength, per block that ended as forecast; a bad block halves it."""
 _CALM_STEPS = 200
-"""Steps with halved strength after a jump was taken back."""
+"""Steps with halved strength after a jump was undone."""
 _CONFIDENCE_MEMORY = 0.8
 _PROBE_MEMORY = 50
 _FEWEST_PROBES = 8
@@ -105,7 +105,7 @@ class PhaseController(Stateful):
         self.state.num_jumps += 1
 
     def judge_block(self, loss: float, high: float) -> None:
-        """Take in the mean loss of a block of true steps, and its forecast's upper bound.
+        """Judge the mean loss of a block of true steps by its forecast's upper bound.
 
         One block in twenty ends above a good bound by chance: only the second one in a row has consequences.
         """
@@ -135,7 +135,7 @@ class PhaseController(Stateful):
         return rise > limit
 
     def note_rollback(self, steps_done: int) -> None:
-        """Become careful after a jump was taken back."""
+        """Lower the strength after a jump was undone."""
         self.state.scale = max(_SMALLEST_SCALE, self.state.scale / 2)
         self.state.calm_until = steps_done + _CALM_STEPS
         self.state.correct_left = 0

@@ -33,7 +33,7 @@ _FORWARD, _TRUE_STEP = 1.0, 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridResult:
-    """One phase step: a true step, or a jump of its own."""
+    """The result of one phase step: a true step, or a separate jump."""
 
     step: int
     """True steps done."""
@@ -49,12 +49,12 @@ class HybridResult:
     move_rms: float = 0.0
     """Root mean square of that jump, in learning rates."""
     prediction_error: float | None = None
-    """Mean loss of the block that ended with this step minus what was forecast; None in between."""
+    """Mean loss of the block that ended with this step minus its forecast; None in between."""
     confidence: float = 1.0
     scale: float = 1.0
     """Strength of jumps in force, 1 unless the controller is careful."""
     is_rolled_back: bool = False
-    """The jump before this step was taken back."""
+    """The jump before this step was undone."""
     cost: float = 3.0
     """Forward passes' worth of work: a forward pass of the step's batch is 1, a backward pass 2."""
     seconds: float = 0.0
@@ -67,7 +67,7 @@ class HybridResult:
 
 @dataclass(slots=True)
 class HybridStatistics(Stateful):
-    """Sums over a run. Predicted steps are diagnostics: they are no speed-up."""
+    """Sums over a run. Predicted steps are diagnostics, not a speed-up."""
 
     steps_by_phase: dict[str, int] = field(default_factory=lambda: {phase.value: 0 for phase in Phase})
     predicted_steps: float = 0.0
@@ -101,7 +101,7 @@ class HybridTrainer(Stateful):
     """
 
     _pending: Jump | None
-    """That can still be taken back."""
+    """The last jump, if it can still be undone."""
 
     def __init__(self, trainer: Trainer, config: HybridConfig | None, load_probe: LoadBatches | None = None) -> None:
         self.trainer = trainer
@@ -182,7 +182,7 @@ class HybridTrainer(Stateful):
         )  # fmt: skip
 
     def _slow_step(self, controller: PhaseController, number: int) -> tuple[SlowStep | None, bool]:
-        """Return what the update does for the predictor, and whether it jumps."""
+        """Return the update's hook for the predictor, and whether it jumps."""
         config, plans = self._config, self.trainer.memory_plan
         fuses = (  # nothing has to happen between an update and the next jump
             config.fuse
@@ -197,7 +197,7 @@ class HybridTrainer(Stateful):
         return self.predictor.slow_step(number, steps), steps > 0
 
     def _probes(self, controller: PhaseController) -> bool:
-        """Return whether the next jump is judged by the loss of a probe batch."""
+        """Return whether a probe batch's loss judges the next jump."""
         config = self._config
         is_due = controller.state.num_jumps % config.probe_every == 0
         return config.searches or config.monitor == "every_step" or (config.monitor == "probe" and is_due)
@@ -236,7 +236,7 @@ class HybridTrainer(Stateful):
         return done, False
 
     def _predict(self, controller: PhaseController) -> HybridResult:
-        """Jump on its own: state may be elsewhere, probes may be wanted."""
+        """Make a separate jump: state may be offloaded, probes may be needed."""
         trainer, number = self.trainer, self.trainer.steps_done
         steps = self._steps_of_jump(controller, number, controller.state.block_steps)
         trainer.enter_phase(Phase.PREDICT)
@@ -261,7 +261,7 @@ class HybridTrainer(Stateful):
         )  # fmt: skip
 
     def _is_harmful(self, controller: PhaseController, before: float, after: float) -> bool:
-        """Return whether a jump has to be taken back, by the loss on the probe batch before and after it."""
+        """Return whether a jump must be undone, by the probe batch's loss before and after it."""
         if self._config.searches:
             return not after < before
         if controller.judge_probe(before, after):
@@ -292,7 +292,7 @@ class HybridTrainer(Stateful):
         return Jump(self.trainer.steps_done, made, self._last_lr, rms, len(jumps) if probe else 0), loss
 
     def undo(self) -> None:
-        """Take the last jump back: by computing it again, or from the copy; only before another true step."""
+        """Undo the last jump, by recomputing it or from the copy; only before another true step."""
         assert self._pending is not None, "there is a jump to take back"
         if self._rollback is not None:
             self._rollback.fetch_back()
@@ -318,9 +318,9 @@ class HybridTrainer(Stateful):
         return self.config
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where a saved run was; raises ``ConfigError`` if the state is damaged, or of another version.
+        """Restore the state of a saved run; raises ``ConfigError`` if it is damaged, or of another version.
 
-        A copy for rollback is not saved: its jump can no longer be taken back.
+        A copy for rollback is not saved: its jump can no longer be undone.
         """
         try:
             super().load_state_dict(state)

@@ -1,4 +1,4 @@
-"""How far the latest steps are from the run's own recent past: robust z-scores of loss and gradient norm.
+"""Divergence of the latest steps from the run's recent past: robust z-scores of loss and gradient norm.
 
 z = (value - median) / sigma, sigma = max(1.4826 MAD, a floor relative to the median), over the last 100 healthy steps.
 Only rises alarm. A level rises at once and falls by one after 20 calmer steps in a row. Thresholds: a normal law would
@@ -17,7 +17,7 @@ FEWEST_STEPS = 20
 _RECENT = 16
 _CALM_STEPS = 20
 _LONGEST_CRITICAL = 50
-"""After so many critical steps in a row their level is the new past: nobody rolled them back."""
+"""Critical steps in a row after which their level becomes the new past: they were not rolled back."""
 _CAUTION_Z, _WARNING_Z, _CRITICAL_Z = 4.5, 6.5, 12.0
 _WARNING_NORM_Z = 9.0
 """Log norms have heavy tails: single harmless batches were measured at 6.8."""
@@ -32,7 +32,7 @@ _SIGMA_OF_MAD = 1.4826
 
 
 class DivergenceLevel(IntEnum):
-    """How far from healthy, in rising order."""
+    """Levels of divergence, in rising order."""
 
     NORMAL = 0
     CAUTION = 1

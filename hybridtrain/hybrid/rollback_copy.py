@@ -1,4 +1,4 @@
-"""A copy of all weights in host memory, to take back what a predicted step did, bit by bit."""
+"""A copy of all weights in host memory, to undo a predicted step bit by bit."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class RollbackCopy:
-    """What is stored of every weight and its master, once more, in host memory; raises ``HostMemoryError``."""
+    """A host copy of every stored weight and its master weight; raises ``HostMemoryError``."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -85,7 +85,7 @@ class RollbackCopy:
 def visit_with(
     rollback: RollbackCopy | None, trainer: Trainer, work: Callable[[ParameterSlice], None], settings: PassSettings
 ) -> None:
-    """Visit all parameters, each of which ``rollback`` copies before it changes."""
+    """Visit all parameters, copying each to ``rollback`` before it changes."""
 
     def on_slice(piece: ParameterSlice) -> None:
         if rollback is not None:

@@ -27,11 +27,11 @@ class Stateful:
     _state: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> State:
-        """Return copies of all that the next call depends on."""
+        """Return copies of all state that the next call depends on."""
         return {name.lstrip("_"): _saved(getattr(self, name)) for name in self._state_names()}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore what an object with the same arguments saved; raises ``ValueError`` with the path of a bad value."""
+        """Restore the state of an object with equal arguments; raises ``ValueError`` naming the path of a bad value."""
         hints = get_type_hints(type(self))
         for name in self._state_names():
             own = getattr(self, name)
@@ -71,7 +71,7 @@ def _saved(value: object) -> object:  # noqa: PLR0911  one a type
 def _entry(state: object, name: str, hint: object, own: object) -> object:
     """Return the attribute ``name`` from a state; a fault's message begins with its path."""
     if name not in _checked(state, dict):
-        raise ValueError(f"{name}: is missing in the checkpoint; use an older one, or start anew")
+        raise ValueError(f"{name}: is missing in the checkpoint; use an older one, or start a new run")
     try:
         return _restored(hint, own, _checked(state, dict)[name])
     except ValueError as error:
@@ -143,4 +143,4 @@ def _tensor(own: Tensor, value: Tensor) -> Tensor:
 
 def _wrong(value: object, kind: type) -> ValueError:
     found = f"{str(value)[:60]} ({type(value).__name__})"
-    return ValueError(f": found {found}; {kind.__name__} is required: use an older checkpoint, or start anew")
+    return ValueError(f": found {found}; {kind.__name__} is required: use an older checkpoint, or start a new run")

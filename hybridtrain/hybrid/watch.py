@@ -1,4 +1,4 @@
-"""Watches the run: how each block's loss ends beside its forecast, how far each step is from the run's own past.
+"""Watches the run: each block's loss against its forecast, each step's divergence from the run's past.
 
 Forecasters that encode the whole state of a training get statistics of the optimizer's moments too.
 """
@@ -71,7 +71,7 @@ class LossWatch(Stateful):
         self._block_losses: list[float] = []
 
     def open_block(self, steps_done: int, *, predicted_steps: float = 0.0, scale: float = 1.0) -> None:
-        """Forecast the mean loss of the block that begins after so many true steps, and a jump of ``scale``."""
+        """Forecast the mean loss of the block that begins after the given true steps, and a jump of ``scale``."""
         self._block_losses.clear()
         lrs = [self._lr_at(steps_done + 1 + step) for step in range(self._window)]
         with _disable_current_modes():  # what forecasts is no part of the card's memory
@@ -113,7 +113,7 @@ class LossWatch(Stateful):
         return read_moments(trainer, done) if isinstance(self.forecaster, EnsembleForecaster) else None
 
     def load_state_dict(self, state: State) -> None:
-        """Take over a state; what forecasts is no part of the card's memory."""
+        """Restore a state; forecasters are not counted in the card's memory."""
         with _disable_current_modes():
             super().load_state_dict(state)
 

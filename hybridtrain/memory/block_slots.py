@@ -1,7 +1,7 @@
-"""Where stored weights of packed blocks are on the device: homes of resident blocks, slots that streamed ones share.
+"""Device places of packed blocks' stored weights: homes of resident blocks, slots that streamed ones share.
 
 Every block has fixed places: its slot is its number among the streamed blocks modulo the number of slots, so no memory
-is allocated in steady state, and a graph that outlives a visit finds its weights again where they were.
+is allocated in steady state. A graph that outlives a visit finds its weights again where they were.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class Holds(Enum):
-    """Content of a slot whose block is cut among ranks."""
+    """Content of a slot whose block is sharded over ranks."""
 
     ROW = 0
     """Nothing but the row of this rank."""
@@ -40,25 +40,25 @@ class WeightSlot:
     flat: Tensor
     """uint8."""
     block: int | None = None
-    """Whose content is inside or on its way."""
+    """The block whose content is inside or in transfer."""
     arriving: Ticket | None = None
     leaving: Ticket | None = None
     row: Tensor | None = None
     """This rank's part on its way, uint8, where weights are cut."""
     holds: Holds = Holds.WHOLE
-    """What of the block is in its place, where weights are cut."""
+    """The part of the block that is in place, where weights are sharded."""
     gather: Gather | None = None
     """Of all ranks' rows of the block, begun before it is used."""
 
     @classmethod
     def new(cls, copies: CopyEngine, num_bytes: int, name: str, block: int | None = None) -> "WeightSlot":
-        """Return one with memory of its own."""
+        """Return a slot with memory of its own."""
         return cls(copies.empty((num_bytes,), torch.uint8, TensorClass.WEIGHT, name), block)
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A block whose weights will be asked for."""
+    """A coming use of a block's weights."""
 
     block: int
     reads: bool = True
@@ -67,8 +67,8 @@ class Visit:
     """Whether all of a block is used that is cut among ranks, so that it can be gathered ahead."""
 
 
-class BlockSlots:
-    """Brings what is stored of blocks to the device, ahead of its use where visits are planned, and back.
+class BlockPlaces:
+    """Brings stored weights of blocks to the device, prefetched where visits are planned, and back.
 
     ``streamed`` blocks wait below the device and share ``num_slots``; ``layout`` is that of a block's stored tensors.
     """
@@ -101,7 +101,7 @@ class BlockSlots:
         return block in self._buffers
 
     def make_room(self, block: int) -> WeightSlot:
-        """Make the memory in which a block is stored; return its place on the device."""
+        """Allocate the memory of a block's stored weights; return its place on the device."""
         name = f"block.{block}"
         if block in self._ranks:
             size = self._buffer_layout.num_bytes
@@ -111,13 +111,13 @@ class BlockSlots:
         return self._homes[block]
 
     def give_up(self, block: int) -> None:
-        """Give a block's memory back; it is not asked for again."""
+        """Release a block's memory for good."""
         self._homes.pop(block, None)
         if block in self._buffers:
             self._copies.release(self._buffers.pop(block))
 
     def close(self) -> None:
-        """Wait for the slots' copies before their memory goes."""
+        """Wait for the slots' copies before their memory is freed."""
         for slot in self._slots:
             if slot.gather is not None:
                 self._copies.end(slot.gather)
@@ -138,13 +138,13 @@ class BlockSlots:
         return [*self.layout.grouped(TierTensor.of(buffer, field) for field in self._buffer_layout.fields)]
 
     def plan_visits(self, visits: Sequence[Visit]) -> None:
-        """Say which blocks will be asked for, in order, so that they can be fetched ahead."""
+        """Plan the order of coming blocks, so that they can be prefetched."""
         before = [None, *(visit.block for visit in visits)]
         self._visits = [visit for visit, last in zip(visits, before, strict=False) if visit.block != last]
         self._position = -1
 
     def load(self, visit: Visit, wanted: Holds = Holds.WHOLE) -> WeightSlot:
-        """Return the place of a block once it holds what is stored; of one that is cut, as much as is wanted."""
+        """Return the place of a block once its stored weights are there; of a sharded block, the wanted part."""
         block, following = visit.block, self._position + 1
         if self._position < 0 or self._visits[self._position].block != block:
             is_planned = following < len(self._visits) and self._visits[following].block == block
@@ -171,7 +171,7 @@ class BlockSlots:
         return self.layout.views(slot.flat)
 
     def write_back(self, block: int) -> None:
-        """Store what was changed of a block on the device, where it waits below."""
+        """Write a block's changes on the device back to the tier below it."""
         if block not in self._buffers:
             return
         slot = self._slot(block)

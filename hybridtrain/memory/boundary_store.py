@@ -51,7 +51,7 @@ class BoundaryStore:
         self._away[key] = (hidden_BTD.shape, hidden_BTD.dtype)
 
     def note(self, block: int, hidden_BTD: Tensor) -> None:
-        """Tell the ledger that the input of ``block`` is kept, on the device."""
+        """Record in the ledger that the input of ``block`` is kept on the device."""
         self._copies.observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(block))
 
     def fetch(self, micro_batch: int, block: int) -> Tensor:
@@ -80,7 +80,7 @@ class BoundaryStore:
         self._finish_leaving()
 
     def release(self) -> None:
-        """Forget everything and give the memory below the device back."""
+        """Drop everything and release the memory below the device."""
         self.drop()
         while self._buffers:
             self._copies.release(self._buffers.popitem()[1])

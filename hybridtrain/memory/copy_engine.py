@@ -26,7 +26,7 @@ class Gather:
 class CopyEngine:
     """Allocates buffers below the device and copies between them and device tensors.
 
-    A copy is only started here; what needs its result waits for its ticket. The observer is told which lane works.
+    A copy is only started here; users of its result wait for its ticket. The observer records the lane of each copy.
     """
 
     def __init__(self, transfer: Transfer, observer: MemoryObserver, group: Group | None = None) -> None:
@@ -35,7 +35,7 @@ class CopyEngine:
         self.group: Group = group or DirectGroup()
         self.observer = observer
         self._sent: dict[int, tuple[int, Callable[[], None], Tensor]] = {}
-        """On their way to other ranks: number of the op, what waits for it, tensor."""
+        """Sends in progress: number of the op, its wait, tensor."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, tensor_class: TensorClass, unit: str) -> Tensor:
         """Return an unset tensor on the device, whose purpose the ledger knows."""
@@ -59,7 +59,7 @@ class CopyEngine:
         return TierBuffer(placement, size, tensor_class, content)
 
     def release(self, buffer: TierBuffer) -> None:
-        """Give a buffer back."""
+        """Release a buffer."""
         if buffer.placement is Placement.DISK:
             self.transfer.finish()  # a file goes at once
         self.transfer.tiers.leave(buffer.placement, buffer.num_bytes, buffer.tensor_class)
@@ -76,7 +76,7 @@ class CopyEngine:
         return Ticket(op, self.transfer.fetch(target, source.content, offset, [ticket.event for ticket in before]))
 
     def store(self, source: Tensor, target: TierBuffer, offset: int = 0) -> Ticket:
-        """Start writing ``source`` as the compute queue leaves it; it must not change until the ticket is done."""
+        """Start writing ``source`` after the queued compute work; it must not change until the ticket is done."""
         op = self.observer.work(Lane.COPY_OUT, source.nbytes, [self.observer.mark()])
         if target.placement is Placement.DISK:
             op = self.observer.work(Lane.DISK, source.nbytes, [op])
@@ -85,7 +85,7 @@ class CopyEngine:
         return ticket
 
     def exchange(self, collective: Callable[[Tensor, Tensor], None], target: Tensor, source: Tensor) -> None:
-        """Let a collective of the group fill ``target``; what the compute queue is given next waits for it."""
+        """Fill ``target`` by a collective of the group; later work of the compute queue waits for it."""
         op = self.observer.work(Lane.LINK, max(target.nbytes, source.nbytes), [self.observer.mark()])
         collective(target, source)
         self.observer.join(op)
@@ -98,40 +98,40 @@ class CopyEngine:
             return Gather(op, target, self.group.begin_all_gather(target, source))
 
     def end(self, gather: Gather) -> None:
-        """Let what the compute queue is given next wait for a gather."""
+        """Make later work of the compute queue wait for a gather."""
         self.observer.join(gather.op)
         gather.end()
 
     def send(self, source: Tensor, rank: int) -> None:
-        """Start giving a tensor to another rank, once the one before has arrived there; it is held until then."""
+        """Start sending a tensor to another rank once the previous one has arrived there; it is held until then."""
         self.wait_sent(rank)
         op = self.observer.work(Lane.LINK, source.nbytes, [self.observer.mark()])
         self._sent[rank] = (op, self.group.send(source, rank), source)
 
     def wait_sent(self, rank: int) -> None:
-        """Wait for what is on its way to a rank before its memory can be used again."""
+        """Wait for sends to a rank before their memory is reused."""
         if rank in self._sent:
             op, wait, _ = self._sent.pop(rank)
             self.observer.join(op)
             wait()
 
     def finish_sends(self) -> None:
-        """Wait for all that is on its way to other ranks."""
+        """Wait for all sends to other ranks."""
         for rank in tuple(self._sent):
             self.wait_sent(rank)
 
     def receive(self, target: Tensor, rank: int) -> None:
-        """Fill a tensor with what another rank gives; what the compute queue is given next waits for it."""
+        """Receive a tensor from another rank; later work of the compute queue waits for it."""
         op = self.observer.work(Lane.LINK, target.nbytes, [self.observer.mark()])
         self.group.receive(target, rank)
         self.observer.join(op)
 
     def mark(self) -> Ticket:
-        """Return a ticket for everything the compute queue was given so far."""
+        """Return a ticket for all work queued for compute so far."""
         return Ticket(self.observer.mark(), self.transfer.mark())
 
     def wait(self, ticket: Ticket) -> None:
-        """Let what the compute queue is given next wait for ``ticket``."""
+        """Make later work of the compute queue wait for ``ticket``."""
         self.observer.join(ticket.op)
         self.transfer.wait(ticket.event)
 

@@ -1,7 +1,7 @@
 """Copies on a CUDA card: one stream in, one stream out, ordered by events; files are read and written by a thread.
 
 Nothing orders these streams but events: torch's streams do not wait for the default one. The caching allocator hands a
-freed block to the compute stream at once, whatever a copy still does with it, so every tensor of a copy is held here
+freed block to the compute stream at once, whatever a copy still does with it. So every tensor of a copy is held here
 until the compute stream waits for that copy, or for a later one of its stream.
 """
 
@@ -58,12 +58,12 @@ class _Lane:
         self._held: deque[tuple[_Copy, Tensor]] = deque()
 
     def hold(self, copy: _Copy, tensor: Tensor) -> _Copy | None:
-        """Keep the tensor of a copy; return the oldest copy when there are many."""
+        """Hold the tensor of a copy; return the oldest copy when there are many."""
         self._held.append((copy, tensor))
         return self._held[0][0] if len(self._held) > _MOST_HELD else None
 
     def release(self, number: int) -> None:
-        """Let go of the tensors of all copies up to a number."""
+        """Release the tensors of all copies up to a number."""
         while self._held and self._held[0][0].number <= number:
             self._held.popleft()
 
@@ -76,7 +76,7 @@ class _Staging:
         self._busy: deque[tuple[Future[None] | torch.cuda.Event, HostBytes]] = deque()
 
     def take(self, num_bytes: int) -> HostBytes:
-        """Return a buffer of at least ``num_bytes``; waits for one when many are on their way."""
+        """Return a buffer of at least ``num_bytes``; waits for one when many are in use."""
         while self._busy and (len(self._busy) >= _MOST_STAGED or _is_over(self._busy[0][0])):
             use, buffer = self._busy.popleft()
             _wait_over(use)
@@ -91,11 +91,11 @@ class _Staging:
         return HostBytes(num_bytes, pinned=True)
 
     def give_back(self, buffer: HostBytes, use: "Future[None] | torch.cuda.Event") -> None:
-        """Take a buffer back once its last use is over."""
+        """Reclaim a buffer once its last use is over."""
         self._busy.append((use, buffer))
 
     def close(self) -> None:
-        """Unpin everything; no use may be under way."""
+        """Unpin all buffers; none may be in use."""
         for buffer in [*self._free, *(buffer for _, buffer in self._busy)]:
             buffer.close()
         self._free.clear()
@@ -155,7 +155,7 @@ class CudaTransfer(DirectTransfer):
         return event
 
     def wait(self, event: object) -> None:
-        """Let the compute stream wait; a file's content is sent to the device first."""
+        """Make the compute stream wait; a file's content is sent to the device first."""
         if isinstance(event, _PendingRead):
             if event.copy is None:
                 event.content.result()
@@ -233,7 +233,7 @@ class CudaTransfer(DirectTransfer):
         return self._recorded(self._out, source, num_out=self._out.num_copies + 1, blocking=blocking)
 
     def _recorded(self, lane: _Lane, tensor: Tensor, *, num_out: int, blocking: bool = False) -> _Copy:
-        """Return the copy that was just given to a lane; ``blocking``: a thread that waits for it sleeps."""
+        """Return the copy just added to a lane; ``blocking``: a thread that waits for it sleeps."""
         event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
         event.record(lane.stream)
         lane.num_copies += 1
@@ -244,7 +244,7 @@ class CudaTransfer(DirectTransfer):
         return copy
 
     def _release(self, copy: _Copy) -> None:
-        """Let go of what the compute stream may have again, now that it comes after ``copy``."""
+        """Release the tensors that the compute stream may reuse, now that it waits for ``copy``."""
         if copy.is_in:
             self._in.release(copy.number)
         self._out.release(copy.num_out)
@@ -268,7 +268,7 @@ def _is_over(use: "Future[None] | torch.cuda.Event") -> bool:
 
 
 def _wait_over(use: "Future[None] | torch.cuda.Event") -> None:
-    # However it ends: a failed write is told by whoever asks for it.
+    # However it ends: a failed write is raised where its result is read.
     if isinstance(use, Future):
         use.exception()
     else:
@@ -278,6 +278,6 @@ def _wait_over(use: "Future[None] | torch.cuda.Event") -> None:
 def open_transfer(
     device: torch.device, *, disk_folder: Path | None = None, host_limit_bytes: int | None = None
 ) -> Transfer:
-    """Return the way to a device: streams for a CUDA card, copies done at once for the CPU."""
+    """Return the transfer of a device: streams for a CUDA card, immediate copies for the CPU."""
     kind = CudaTransfer if device.type == "cuda" else DirectTransfer
     return kind(device, disk_folder=disk_folder, host_limit_bytes=host_limit_bytes)

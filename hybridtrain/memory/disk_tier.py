@@ -60,7 +60,7 @@ class DiskFile:
         self._move(os.pwritev, offset, source, "writing")
 
     def close(self) -> None:
-        """Give the space back, no read or write being under way; a second time nothing happens."""
+        """Free the space; no read or write may be in progress. A second call does nothing."""
         with _explained(self.where, "closing the file"):
             self._file.close()
 
@@ -137,7 +137,7 @@ class DiskArena:
         return file
 
     def close(self) -> None:
-        """Free every file; a second time nothing happens. No read or write may be under way.
+        """Free every file; a second call does nothing. No read or write may be in progress.
 
         Raises:
             DiskTierError: a file cannot be closed.
@@ -164,5 +164,5 @@ def _explained(where: str, action: str) -> Iterator[None]:
                 f"{where}: {action} failed: {reason}; free some space or raise the limit, name a folder on a larger "
                 f"disk, or move less to disk."
             ) from error
-        advice = "the disk may be failing, see the system log" if error.errno == errno.EIO else "mend that"
+        advice = "the disk may be failing, see the system log" if error.errno == errno.EIO else "fix that"
         raise DiskTierError(f"{where}: {action} failed: {reason}; {advice}, or name another folder.") from error

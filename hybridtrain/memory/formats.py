@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002  a format ignores what of the protocol it has no use for
-"""How exact float32 values are stored: optimizer state by itself, a weight together with what completes it.
+"""Storage formats of exact float32 values: of optimizer state alone, of a weight together with its master weight.
 
 One file for every format. A format works on flat slices of P elements that begin at a multiple of 256, loads them as
 float32 and stores them back; nothing else in the project knows what is inside. Stochastic rounding draws from the
@@ -22,8 +22,8 @@ from hybridtrain.plan.memory_plan import DynamicRange, PhasePlan
 from hybridtrain.plan.placement import Codec
 
 SLICE_ELEMENTS = 1 << 23
-"""Elements worked on at a time: at 32 MiB a tensor the bus is at its full rate, and temporaries stay small. Slices that
-share random numbers have this size wherever they live, so that placement changes no number."""
+"""Elements worked on at a time: at 32 MiB per tensor the bus is at its full rate, and temporaries stay small. Slices
+that share random numbers have this size wherever they live, so that placement changes no number."""
 SMALLEST_INT8_TENSOR = 4096
 """Elements below which state stays float32, as in bitsandbytes: norms and biases are cheap to keep exact."""
 _STATIC_ROOM = 2.0
@@ -40,7 +40,7 @@ def parts(count: int, height: int | None = None) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """How one stored tensor looks."""
+    """Shape and dtype of one stored tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -224,7 +224,7 @@ def _add_to_groups(value_P: Tensor, added_G: Tensor, alpha: float) -> None:
 
 
 class Nf4Codes:
-    """4-bit codes of normal quantiles with scales in 8 bits (2305.14314): 4.13 bits a value."""
+    """4-bit codes of normal quantiles with scales in 8 bits (2305.14314): 4.13 bits per value."""
 
     def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
         """Return codes, codes of scales, their scales and the mean scale."""

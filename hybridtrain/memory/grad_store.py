@@ -23,7 +23,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 class GradStore:
     """Owns every parameter gradient, unit by unit, in the order of a unit's parameters.
 
-    Dropped ones are on the device until someone takes them within the step. Of the micro-batches of a step as many sums
+    Dropped ones stay on the device until they are taken within the step. Of the micro-batches of a step as many sums
     are made as there are shards.
     """
 
@@ -57,7 +57,7 @@ class GradStore:
         self._arriving: dict[str, list[Ticket]] = {}
 
     def prefetch(self, unit: str) -> None:
-        """Start bringing back the sum of earlier visits, if there is one."""
+        """Start prefetching the sum of earlier visits, if there is one."""
         if unit in self._away:
             self._grads[unit], self._arriving[unit] = [], []
         for stored in self._away.pop(unit, ()):
@@ -110,7 +110,7 @@ class GradStore:
                 list(torch._foreach_norm(part, 2, dtype=torch.float32)) if part else [] for part in self._parts(grads)
             ]
         elif is_last and grads and not isinstance(self._copies.transfer, VirtualTransfer):
-            with _disable_current_modes():  # two numbers a tensor, for a moment: no ledger's
+            with _disable_current_modes():  # two numbers per tensor, for a moment: no ledger's
                 self._is_finite[unit] = torch.stack([_is_finite(grad) for grad in grads]).all()
         if self._offloads and grads:
             self._store(unit, self._grads.pop(unit))
@@ -126,7 +126,7 @@ class GradStore:
             return norm
 
     def are_finite(self, units: Sequence[str] | None = None) -> bool:
-        """Return whether the gradients of units, all by default, are numbers; after their last visit. Waits for them.
+        """Return whether the gradients of units, all by default, are finite after their last visit; waits for them.
 
         With norms those tell it, until ``norm`` was asked for.
         """
@@ -140,7 +140,7 @@ class GradStore:
         return self._shards.agree(True)
 
     def non_finite(self, units: Sequence[str] | None = None) -> tuple[str, ...]:
-        """Return the names of parameters whose gradients are held and are no finite numbers; reads all of them."""
+        """Return the names of parameters whose held gradients are not finite; reads all of them."""
         self._copies.transfer.finish()
         names: list[str] = []
         with _disable_current_modes():
@@ -165,7 +165,7 @@ class GradStore:
         return padded(min(tensor.numel(), num_elements) * tensor.dtype.itemsize)
 
     def drop(self) -> None:
-        """Forget everything, as after a step that must not be applied."""
+        """Drop everything, as after a refused step."""
         for held in (self._grads, self._added, self._sums, self._norms, self._is_finite, self._away):
             held.clear()
         for tickets in self._arriving.values():
@@ -175,7 +175,7 @@ class GradStore:
         self._finish_leaving()
 
     def release(self) -> None:
-        """Forget everything and give the memory below the device back."""
+        """Drop everything and release the memory below the device."""
         self.drop()
         while self._buffers:
             self._copies.release(self._buffers.popitem()[1])
@@ -192,7 +192,7 @@ class GradStore:
         return grads
 
     def _parts(self, grads: list[Tensor]) -> list[list[Tensor]]:
-        """Return the ranges that were summed here, of which norms are taken, share by share."""
+        """Return the locally summed ranges, the inputs of norms, share by share."""
         if self._shards.shares == 1 or self._shards.cuts_grads:
             return [grads]
         if self._shards.cuts_state:

@@ -22,11 +22,11 @@ T = TypeVar("T")
 _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Its name from torch 2.13 on, and the one before."""
 TIMEOUT_S = 600.0
-"""How long a rank waits for the others before it ends."""
+"""Seconds for which a rank waits for the others before it ends."""
 
 
 class Group:
-    """Ranks, each with a card of its own and the same plan; as it stands, nothing passes between them.
+    """Ranks, each with a card of its own and the same plan; this base class exchanges nothing.
 
     Args:
         rank: Of this process, from 0.
@@ -46,19 +46,19 @@ class Group:
         """Fill row i of ``target``, (world, n), with the ``source``, (n,), of rank i."""
 
     def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Start ``all_gather``; return what lets the compute queue wait for its end, before which both are its own."""
+        """Start ``all_gather``; return a function that makes the compute queue wait until both are free."""
         self.all_gather(target, source)
         return lambda: None
 
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
-        """Start giving a tensor to another rank; return what waits until it may change."""
+        """Start sending a tensor to another rank; return a function that waits until it may change."""
         return lambda: None
 
     def receive(self, target: Tensor, rank: int) -> None:
-        """Fill a tensor with what another rank gives; in the order in which that rank gives to this one."""
+        """Receive a tensor from another rank, in the order in which that rank sends."""
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the numbers of all ranks, as many of each, in the order of ranks; as it stands all say the same."""
+        """Return the numbers of all ranks, as many of each, in the order of ranks; this base class repeats its own."""
         return list(numbers) * self.world
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Group:
 
 
 class DirectGroup(Group):
-    """One process on its own, which adds gradients and cuts parameters as so many ranks would, to the bit."""
+    """A single process that adds gradients and shards parameters bit-equal to several ranks."""
 
     def __init__(self, shares: int = 1) -> None:
         super().__init__(0, 1, shares)
@@ -80,11 +80,11 @@ class DirectGroup(Group):
         target.view(-1).copy_(source)
 
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
-        """There is nobody to give to."""
+        """Refuse: there is no other rank."""
         raise AssertionError("one process is no stage of several")
 
     def receive(self, target: Tensor, rank: int) -> None:
-        """There is nobody to get from."""
+        """Refuse: there is no other rank."""
         self.send(target, rank)
 
 
@@ -132,11 +132,11 @@ class TorchGroup(Group):
             return cls(device)
 
         try:
-            return _within(timeout_s, meet)
+            return _with_timeout(timeout_s, meet)
         except (dist.DistError, OSError, RuntimeError, ValueError) as error:
             raise RankError(
                 f"rank {rank if rank >= 0 else 'of this process'}: the ranks did not meet within {timeout_s:g} s "
-                f"({_first_line(error)}); all of them must start, with the same address. Start all of them anew."
+                f"({_first_line(error)}); all of them must start, with the same address. Restart all of them."
             ) from error
 
     def all_to_all(self, target: Tensor, source: Tensor) -> None:
@@ -153,7 +153,7 @@ class TorchGroup(Group):
 
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:
         """Start sending; the tensor is held until it is waited for."""
-        with self._told():
+        with self._rank_errors():
             given = source.contiguous() if self._on_cuda else source.clone()
             lane = self._to_lower if rank < self.rank else None
             work = dist.isend(given.view(-1).view(torch.uint8), rank, group=lane)
@@ -162,7 +162,7 @@ class TorchGroup(Group):
 
         def wait() -> None:
             nonlocal given
-            with self._told():
+            with self._rank_errors():
                 work.wait()
             del given
 
@@ -170,7 +170,7 @@ class TorchGroup(Group):
 
     def receive(self, target: Tensor, rank: int) -> None:
         """Receive."""
-        with self._told():
+        with self._rank_errors():
             got = target if self._on_cuda else torch.empty_like(target)
             lane = self._to_lower if rank > self.rank else None
             work = dist.irecv(got.view(-1).view(torch.uint8), rank, group=lane)
@@ -194,14 +194,14 @@ class TorchGroup(Group):
     def _start(
         self, collective: Callable[..., object], target: Tensor, source: Tensor, **settings: bool
     ) -> Callable[[], None]:
-        """Call a collective on flat tensors; return what waits for it if it is asynchronous, and fills ``target``."""
-        with self._told():
+        """Call a collective on flat tensors; return a function that waits for it and fills ``target``."""
+        with self._rank_errors():
             # gloo's thread lets go of tensors when it comes to it, and then no two ledgers would be the same.
             got, given = (target, source) if self._on_cuda else (torch.empty_like(target), source.clone())
             work = collective(got.view(-1), given.view(-1), **settings)
 
         def end() -> None:
-            with self._told():
+            with self._rank_errors():
                 if settings:
                     assert isinstance(work, dist.Work), "of a collective that is under way"
                     work.wait()
@@ -211,16 +211,16 @@ class TorchGroup(Group):
         return end
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Turn what torch says of other ranks into ours; no ledger sees what is done."""
+    def _rank_errors(self) -> Iterator[None]:
+        """Convert torch's errors about other ranks to ``RankError``; no ledger sees the work inside."""
         try:
-            with _disable_current_modes():  # as copies between tiers: the ledger is told of it by who asks
+            with _disable_current_modes():  # as copies between tiers, which callers report to the ledger
                 yield
         except (dist.DistError, RuntimeError) as error:
             raise RankError(
                 f"rank {self.rank} of {self.world}: another rank ended or did not answer in time "
                 f"({_first_line(error)}); all of them must reach every step. Look at what the rank that ended first "
-                f"wrote, then start all of them anew with --resume."
+                f"wrote, then restart all of them with --resume."
             ) from error
 
 
@@ -240,10 +240,10 @@ def gather_texts(group: Group, device: torch.device, text: str) -> list[str]:
         return [bytes(row[:count].cpu().numpy()).decode() for row, count in zip(rows, counts, strict=True)]
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Call, for so long at most.
+def _with_timeout(seconds: float, call: Callable[[], T]) -> T:
+    """Call a function with a timeout.
 
-    It runs in a thread of its own, which nobody waits for where it takes longer: torch has waits without an end.
+    It runs in a thread of its own, which is abandoned after the timeout: torch has waits without an end.
 
     Raises:
         TimeoutError: it takes longer.

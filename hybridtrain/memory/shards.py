@@ -1,4 +1,4 @@
-"""Which range of a parameter is whose, and the passage of ranges between ranks.
+"""The owners of parameters' ranges, and the exchange of ranges between ranks.
 
 The sum of a gradient is that of the ranks' own sums, added in the order of ranks whatever the collective. A parameter
 is cut into as many ranges as there are ranks, each of whole groups of 256 elements, which codes need; rank i owns
@@ -40,10 +40,10 @@ def overlap(part: slice, own: slice) -> tuple[slice, slice]:
 
 
 class Shards:
-    """What one rank holds, and its exchanges with the others.
+    """The ranges of one rank, and its exchanges with the others.
 
     Args:
-        copies: Has the group, and tells the ledger.
+        copies: Has the group and the ledger.
         stage: 0: every rank holds everything. 1: its range of optimizer state and master. 2: of gradients too.
             3: of weights too.
     """
@@ -81,7 +81,7 @@ class Shards:
         return weight_part(weight, self.own(weight[0].numel())) if self.cuts_state else weight
 
     def agree(self, holds: bool) -> bool:
-        """Return whether something holds on all ranks."""
+        """Return whether a condition holds on all ranks."""
         return min(self.group.gather_numbers([float(holds)])) > 0
 
     def agree_on(self, names: Sequence[str], everything: Sequence[str]) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class Shards:
         return list(self._repeat(("add", layout, counts), (got,), partial(_added, got, layout, counts)))
 
     def gather(self, weights: Sequence[StoredWeight]) -> None:
-        """Fill all other ranges of what is stored of weights from the ranks that own them."""
+        """Fill all other ranges of stored weights from the ranks that own them."""
         layout = self.row_layout(weights)
         row = self._empty(layout.num_bytes)
         self.pack(row, weights)
@@ -144,12 +144,12 @@ class Shards:
         return self.copies.gather_ahead(self._rows(row), row, after)
 
     def end_gather(self, gather: Gather, weights: Sequence[StoredWeight]) -> None:
-        """Fill all ranges from what was gathered ahead."""
+        """Fill all ranges from the finished ``gather_ahead``."""
         self.copies.end(gather)
         self._unpack_all(gather.rows, weights)
 
     def row_layout(self, weights: Sequence[StoredWeight]) -> ByteLayout:
-        """Return where the range of each stored tensor lies in a row; the same on every rank."""
+        """Return the layout of stored tensors' ranges in a row, the same on every rank."""
         return lay_out((tuple(part.shape), part.dtype) for part in self._parts(weights, 0))  # no rank has more
 
     def _parts(self, weights: Sequence[StoredWeight], rank: int) -> Iterator[Tensor]:
@@ -173,7 +173,7 @@ class Shards:
     def _repeat(
         self, key: Hashable, operands: Sequence[Tensor], do: Callable[[], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """Do what takes time in proportion to the ranks, or write it down in a dry run."""
+        """Repeat work for every rank, or record it in a dry run."""
         return self.copies.observer.repeat(Work(do, operands, lambda: key))
 
     def _empty(self, num_bytes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A slice of a weight and of state, as whoever changes it sees it: exact values, whatever is stored. P elements."""
+"""A slice of a weight or of state with exact values, whatever is stored. P elements."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What passes between the stages of a pipeline beside the steps: each has its own part of one model."""
+"""Exchanges between the stages of a pipeline outside of steps; each stage has its own part of the model."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ class Stages(Shards):
 
     @torch.no_grad()
     def pass_tied(self) -> None:
-        """Give a tied matrix, which the first stage updates, to the last one."""
+        """Send a tied matrix, which the first stage updates, to the last stage."""
         part, last = self._model.part, self.group.world - 1
         if not self._model.config.tied:
             return

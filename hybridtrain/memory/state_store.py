@@ -1,4 +1,4 @@
-"""State of parameters beside weight and gradient: master weight, optimizer state and what goes with it."""
+"""State of parameters beside weight and gradient: master weight, optimizer state, predictor state."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ _SQUEEZED_ELEMENTS = 1 << 22
 
 @dataclass(slots=True)
 class StateSlot:
-    """One tensor of state of one parameter, in whatever format."""
+    """One tensor of state of one parameter, in any format."""
 
     spec: StateSpec
     storage: StateFormat
@@ -58,7 +58,7 @@ class StateSlot:
         ]
 
     def reset(self) -> None:
-        """Forget the values, as before the first update: what is below the device keeps its place."""
+        """Reset the values to those before the first update; tensors below the device keep their place."""
         self.is_fresh = True
         if self.placement is Placement.DEVICE:
             self.tensors = ()
@@ -78,11 +78,11 @@ class ParameterState:
     slots: tuple[StateSlot, ...]
     """Of the optimizer."""
     extra: tuple[StateSlot, ...] = ()
-    """What the plan keeps beside it, for whoever remembers a weight's trajectory."""
+    """The plan's extra state, for predictors that keep a weight's trajectory."""
     arriving: list[Ticket] = field(default_factory=list)
     """On the way back from another tier; waited for before use."""
     leaving: list[TierBuffer] = field(default_factory=list)
-    """Where they come from, given back once they are here."""
+    """Their source buffers, released after the fetch."""
     own: slice | None = None
     """Range of the parameter's elements that state is held of; None: all."""
 
@@ -142,7 +142,7 @@ class StateStore:
         weight: StoredWeight,
         specs: Sequence[StateSpec],
     ) -> None:
-        """Do as ``initialize`` with float32 values that come slice by slice, and never whole."""
+        """Initialize from float32 values that come slice by slice, never whole."""
         storage = self.formats.of(weight)
         master: Stored | None = None
         for part, value_P in slices:
@@ -186,7 +186,7 @@ class StateStore:
         return self.settled(unit.name)
 
     def settled(self, unit: str) -> list[ParameterState]:
-        """Return the states of a unit once nothing of them is on its way; they may not exist yet."""
+        """Return the states of a unit once all their copies have finished; they may not exist yet."""
         states = self._states[unit]
         for state in states:
             while state.arriving:
@@ -238,7 +238,7 @@ class StateStore:
 
     @torch.no_grad()
     def store_away(self, moments: Cell, master: Cell | None, *, step: int) -> None:
-        """Give up the device memory of optimizer state and master as the cells of the new phase say.
+        """Move optimizer state and master weights off the device according to the new phase's cells.
 
         Args:
             moments: Placement HOST or DROPPED, or codec INT8_BLOCKS; anything else leaves them.
@@ -269,7 +269,7 @@ class StateStore:
 
     @torch.no_grad()
     def fetch_back(self) -> None:
-        """Start bringing everything back, in the order in which an update asks for it; it waits for what it needs."""
+        """Start fetching everything back in the order of updates, each of which waits for its own state."""
         for state, unit in self._away:
             for slot in state.slots:
                 count, shape = state.parameter.numel(), tuple(state.parameter.shape)
@@ -284,7 +284,7 @@ class StateStore:
         self._master_is_away = False
 
     def leave_master(self) -> None:
-        """Leave the master where it is; it moves with the weights."""
+        """Keep the master weights in place; they move with the weights."""
         self._master_is_away = False
 
     def _resident(self) -> Iterator[tuple[str, ParameterState]]:

@@ -1,4 +1,4 @@
-"""How weights of blocks lie in memory that they share, and the small rules of which block is where."""
+"""The layout of blocks' weights in shared memory, and the rules of each block's place."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ _T = TypeVar("_T", Tensor, TierTensor)
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """Where what is stored of each parameter of a block lies in a run of bytes."""
+    """The byte layout of a block's stored parameters."""
 
     layout: ByteLayout
     counts: tuple[int, ...]
@@ -53,11 +53,11 @@ class StoredLayout:
 
 
 Values = tuple[Tensor, Widen | None]
-"""Memory that a parameter is bound to, and how it gets its values there; None: the store sees to it, or it has them."""
+"""Memory that a parameter is bound to, and the rule that fills it; None: the store fills it, or it has its values."""
 
 
 class MatrixSlot:
-    """Device memory that all coded matrices share, one at a time: ``flat``, uint8, is as large as the largest."""
+    """Device memory that coded matrices share one at a time: ``flat``, uint8, has the size of the largest."""
 
     def __init__(self, codes: CodeFormat, flat: Tensor) -> None:
         self.codes = codes
@@ -66,7 +66,7 @@ class MatrixSlot:
         """Of the matrix whose values are there; None once codes have changed."""
 
     def values(self, stored: StoredWeight, shape: tuple[int, ...], dtype: torch.dtype) -> Values:
-        """Return the place of a matrix' values, and what brings them there; vectors are where they are stored."""
+        """Return the place of a matrix' values and the rule that fills it; vectors are used where they are stored."""
         if len(stored) == 1:
             return stored[0], None
         view = self._flat[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
@@ -75,7 +75,7 @@ class MatrixSlot:
 
 @dataclass(eq=False, slots=True)
 class _MatrixWidening:
-    """Brings the values of one coded matrix to the place that all share."""
+    """Widens one coded matrix into the shared memory."""
 
     _slot: MatrixSlot
     _stored: StoredWeight
@@ -115,7 +115,7 @@ def widen(codes: CodeFormat, stored: Iterable[StoredWeight], parameters: Iterabl
 def streamed_blocks(plan: PhasePlan, blocks: range) -> tuple[int, ...]:
     """Return those of the held blocks whose weights wait below the device; resident ones are spread evenly among them.
 
-    Spread, they give the bus time to fetch the next streamed one; side by side they would leave it idle.
+    Spread blocks give the bus time to fetch the next streamed one; neighbouring ones would leave it idle.
     """
     if plan.weight.placement is Placement.DEVICE:
         return ()
@@ -150,7 +150,7 @@ def bind(block: nn.Module, names: Sequence[str], values: Sequence[Values]) -> No
 
 
 def rebind(parameters: Iterable[nn.Parameter], values: Sequence[Values]) -> None:
-    """Let parameters be ``values`` from now on; everyone who knows them goes on knowing them."""
+    """Replace the parameters' data by ``values``; references to the parameters stay valid."""
     for parameter, (view, widen) in zip(parameters, values, strict=True):
         parameter.data = view.data
         set_widening(parameter, widen)

@@ -1,4 +1,4 @@
-"""Memory below the device: buffers in host memory or in files, and an exact account of their bytes."""
+"""Memory below the device: buffers in host memory or files, and an exact account of their bytes."""
 
 import mmap
 import resource
@@ -51,7 +51,7 @@ class TierAccount:
         self._by_class[placement, tensor_class] += num_bytes
 
     def leave(self, placement: Placement, num_bytes: int, tensor_class: TensorClass) -> None:
-        """Count a buffer no more."""
+        """Remove a buffer from the account."""
         self._live[placement] -= num_bytes
         self._by_class[placement, tensor_class] -= num_bytes
 
@@ -64,8 +64,8 @@ class TierAccount:
         return {kind: size for (place, kind), size in self._by_class.items() if place is placement and size}
 
 
-class BufferContent(Protocol):
-    """Where a buffer's content is: ``HostBytes`` or a ``DiskFile``."""
+class Bytes(Protocol):
+    """The content of a buffer: ``HostBytes`` or a ``DiskFile``."""
 
     def read(self, offset: int, target: Tensor) -> None:
         """Fill ``target``, contiguous on the CPU, from ``offset`` bytes on."""
@@ -74,7 +74,7 @@ class BufferContent(Protocol):
         """Write ``source``, contiguous on the CPU, at ``offset`` bytes."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
 
 class HostBytes:
@@ -96,7 +96,7 @@ class HostBytes:
         if pinned:
             address = self.tensor.data_ptr()
             _pin(address, self.tensor.nbytes)
-            # The driver must let go of the pages before they are unmapped, also when nobody calls ``close``.
+            # The driver must unpin the pages before they are unmapped, also without a call of ``close``.
             self._unpin = finalizer = weakref.finalize(self, _unpin, address)
             finalizer.atexit = False  # the system takes everything then, and CUDA may be gone
 
@@ -127,14 +127,14 @@ def _pin(address: int, num_bytes: int) -> None:
 
 
 def _unpin(address: int) -> None:
-    """Unlock pages once no copy uses them: nothing says that cudaHostUnregister waits."""
+    """Unlock pages once no copy uses them: cudaHostUnregister is not documented to wait."""
     with suppress(RuntimeError):  # a device that failed copies nothing any more
         torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def available_host_bytes() -> int | None:
-    """Return the memory that the system says new programs can have, None where it does not say."""
+    """Return the system's available memory for new programs, None where it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -143,7 +143,7 @@ def available_host_bytes() -> int | None:
 
 
 def has_room_for_threads(count: int = 1) -> bool:
-    """Return whether this process can have the memory of more threads: their stacks, heaps and first frames.
+    """Return whether memory remains for more threads: their stacks, heaps and first frames.
 
     One that gets none dies before its first line, and ``Thread.start`` waits for it forever.
     """
@@ -170,7 +170,7 @@ class TierBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Something that a lane will have done: its number in the ledger and, on CUDA, what to wait for."""
+    """The future end of an op on a lane: its number in the ledger and, on CUDA, its event."""
 
     op: int
     event: object = None

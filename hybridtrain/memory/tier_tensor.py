@@ -81,7 +81,7 @@ class TierTensor:
         return prod(self.shape)
 
     def offset_of(self, element: int) -> int:
-        """Return where in the buffer an element begins."""
+        """Return an element's byte offset in the buffer."""
         return self.offset + element * self.dtype.itemsize
 
     def on_host(self) -> Tensor:

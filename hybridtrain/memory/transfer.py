@@ -19,7 +19,7 @@ from hybridtrain.plan.placement import Placement
 class Transfer:
     """Moves data between host and the compute device.
 
-    As it stands, nothing is computed and nothing copied: what a transfer does not override is done at once.
+    This base class computes and copies nothing; methods that a transfer does not override complete at once.
     """
 
     def __init__(self, device: torch.device, tiers: TierAccount) -> None:
@@ -47,7 +47,7 @@ class Transfer:
         return nullcontext()
 
     def seed(self, key: int) -> None:
-        """Make the device's random stream, which dropout and stochastic rounding read, start from ``key``."""
+        """Seed the device's random stream, which dropout and stochastic rounding read, with ``key``."""
 
     def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> BufferContent | None:  # noqa: ARG002
         """Return zeroed memory on the host or on disk; None where nothing is ever computed.
@@ -71,13 +71,13 @@ class Transfer:
         return None
 
     def wait(self, event: object) -> None:
-        """Let the compute queue wait for an event."""
+        """Make the compute queue wait for an event."""
 
     def synchronize(self, event: object) -> None:
-        """Let the processor wait for an event."""
+        """Block the CPU until an event is over."""
 
     def beside(self, after: Sequence[object]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Let what is queued inside run beside the compute queue, once that has come this far and copies in are over.
+        """Run the work queued inside in parallel to the compute queue, once its present work and copies in are over.
 
         Args:
             after: Events of copies from host memory.

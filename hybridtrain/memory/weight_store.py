@@ -1,4 +1,4 @@
-"""Weights as the forward pass reads them, and as they are stored: the same, or somewhere else, or in 8 bits.
+"""Weights for the forward pass, and their storage: the same, in another place, or in 8 bits.
 
 Parameters of packed blocks are bound once, to the places of ``BlockSlots`` or to what codes are widened into.
 """
@@ -35,7 +35,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class WeightMirror:
-    """The stored weights of one unit, once more in host memory."""
+    """A copy of one unit's stored weights in host memory."""
 
     def __init__(self, unit: str, weights: Sequence[StoredWeight], copies: CopyEngine) -> None:
         self._tensors = [tensor for weight in weights for tensor in weight]
@@ -46,7 +46,7 @@ class WeightMirror:
         self.write()
 
     def write(self) -> None:
-        """Take over what the device holds."""
+        """Copy the device's weights to the mirror."""
         for tensor, field in zip(self._tensors, self._layout.layout.fields, strict=True):
             self._copies.wait(self._copies.store(tensor, self._buffer, field.offset))
 
@@ -66,7 +66,7 @@ class WeightMirror:
             self._copies.wait(ticket)
 
     def close(self) -> None:
-        """Give the host memory back."""
+        """Release the host memory."""
         self._copies.release(self._buffer)
 
 
@@ -126,7 +126,7 @@ class WeightStore:
             mirror.write()
 
     def place(self, unit: Unit, *, keeps: bool) -> list[StoredWeight]:
-        """Give a unit of another store memory; return it on the device, to be filled before ``initialized``.
+        """Allocate memory for a unit of another store; return it on the device, to be filled before ``initialized``.
 
         Its parameters are bound to the new memory; with ``keeps`` those that have memory of their own stay as they are.
         """
@@ -140,13 +140,13 @@ class WeightStore:
         return self.acquire_stored(unit.name, unit.tensors, reads=False)
 
     def give_up(self, unit: str) -> None:
-        """Give a unit's memory back; it is not asked for again."""
+        """Release a unit's memory for good."""
         self.places.give_up(block_number(unit))
         if unit in self._mirrors:
             self._mirrors.pop(unit).close()
 
     def plan_visits(self, visits: Sequence[Visit]) -> None:
-        """Say which blocks will be asked for, in order, so that they can be fetched ahead."""
+        """Plan the order of coming blocks, so that they can be prefetched."""
         self.places.plan_visits([visit for visit in visits if visit.block in self._packed])
 
     def acquire(self, block: int) -> nn.Module:
@@ -202,7 +202,7 @@ class WeightStore:
         return self.places.waits_below(block_number(unit)) and not self._is_frozen
 
     def _make_value_slots(self, plan: PhasePlan) -> None:
-        """Make the memory that codes are widened into: of the largest matrix, or of so many blocks."""
+        """Allocate the memory that codes are widened into: of the largest matrix, or of some blocks."""
         assert self.codes is not None, "only codes are widened"
         if plan.widen_by is WidenBy.MATRIX:
             size = max(prod(shape) for shape in self._shapes if len(shape) > 1) * self.compute_dtype.itemsize
@@ -212,7 +212,7 @@ class WeightStore:
         self._value_slots = [WeightSlot.new(self._copies, size, f"values.{i}") for i in range(plan.max_active_layers)]
 
     def _give_memory(self, block: int) -> list[Values]:
-        """Make the place where a block is stored; return what its parameters are bound to."""
+        """Allocate a block's place; return the tensors that its parameters are bound to."""
         place = self.places.make_room(block)
         if self._matrix_slot is not None:
             stored = zip(self.places.layout.views(place.flat), self._shapes, strict=True)

@@ -25,7 +25,7 @@ _PART = ".adapter."
 
 
 class Adapter(nn.Module):
-    """What is trained beside a frozen ``Linear``."""
+    """The trained matrices beside a frozen ``Linear``."""
 
     def __init__(
         self, linear: Linear, *, rank: int, scale: float, probability: float, learns_magnitude: bool, dtype: torch.dtype
@@ -39,7 +39,7 @@ class Adapter(nn.Module):
         self.magnitude = nn.Parameter(torch.empty(out_features, dtype=dtype)) if learns_magnitude else None
 
     def forward(self, x: Tensor, weight_FD: Tensor, bias_F: Tensor | None, *, computes_output: bool = True) -> Tensor:
-        """Return (..., F): what the matrix and the adapter make of x."""
+        """Return (..., F): the output of matrix and adapter for x."""
         dropped = dropout(x, self.probability, training=self.training)
         low = functional.linear(dropped, self.lora_a)
         if self.magnitude is None:
@@ -62,7 +62,7 @@ class Adapter(nn.Module):
             return norms_F
 
     def merged(self, weight_FD: Tensor) -> Tensor:
-        """Return the one matrix that does what both do, (F, D)."""
+        """Return matrix and adapter merged into one matrix, (F, D)."""
         sum_FD = torch.addmm(weight_FD, self.lora_b.to(weight_FD), self.lora_a.to(weight_FD), alpha=self.scale)
         if self.magnitude is None:
             return sum_FD
@@ -91,7 +91,7 @@ def attach_adapters(model: BlockModel, plan: PhasePlan, dtype: torch.dtype, bloc
 
 
 def _chosen(targets: list[str], names: list[str]) -> list[str]:
-    """Return the matrices of a block that are meant; names that other families have may be absent."""
+    """Return the targeted matrices of a block; names that only other families have may be absent."""
     groups = {"all-linear": tuple(names), **GROUPS}
     known = dict.fromkeys([*groups, *names, *(name for group in GROUPS.values() for name in group)])
     faults = [f"targets: {unknown_name('matrix', target, known)}" for target in targets if target not in known]

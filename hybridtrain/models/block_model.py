@@ -1,4 +1,4 @@
-"""What the engine knows of a model: embedding, blocks, head. B batch, T sequence, D width, V vocabulary."""
+"""The engine's interface to a model: embedding, blocks, head. B batch, T sequence, D width, V vocabulary."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -18,7 +18,7 @@ number of blocks the head."""
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What of a model a process holds: neighbouring blocks, the embedding with the first, the head with the last."""
+    """A process's part of a model: neighbouring blocks, the embedding with the first, the head with the last."""
 
     blocks: range
     num_blocks: int
@@ -54,7 +54,7 @@ def model_parts(num_blocks: int, stages: int) -> list[ModelPart]:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Which tokens of packed rows belong together: attention stays inside a document, positions start with it."""
+    """Documents of packed rows: attention stays inside a document, and positions start with it."""
 
     ids_BT: Tensor
     """int32, rising along a row."""
@@ -97,7 +97,7 @@ class BlockModel(nn.Module):
         self.head = head
 
     def compute_attention(self, attention: AttentionFunction) -> None:
-        """Let every block compute attention by this function from now on."""
+        """Set the attention function of every block."""
         for block in self.blocks:
             setattr(block, "attention", attention)  # noqa: B010  nn.Module is typed for tensors and modules alone
 

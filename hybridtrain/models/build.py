@@ -1,4 +1,4 @@
-"""A model of any shape, put together. V vocabulary, D width."""
+"""Construction of a model of any shape. V vocabulary, D width."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""The one decoder, put together from the parts that its family's entry names (``families.FAMILIES``).
+"""The one decoder, built from the parts of its family's entry (``families.FAMILIES``).
 
 B batch, T sequence, D width, V vocabulary, N query heads, K key/value heads, H head dim, F feed-forward.
 """

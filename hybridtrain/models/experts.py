@@ -59,7 +59,7 @@ def mix_experts(
     activation: GatedActivation,
     balance: BalanceLoss | None = None,
 ) -> Tensor:
-    """Return the weighted sum of what the experts of each token make of it, as Mixtral does (2401.04088).
+    """Return the weighted sum of each token's expert outputs, as Mixtral does (2401.04088).
 
     ``weights`` are gate and up projections (E, F, D) and output projections (E, D, F); ``balance`` is differentiated
     beside the output.

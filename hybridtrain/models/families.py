@@ -1,4 +1,4 @@
-"""Decoder families as data, one entry each: the parts of the decoder, and how transformers spells it. No torch.
+"""Decoder families as data, one entry each: the parts of the decoder, and transformers' names. No torch.
 
 What one model has (sizes, windows, soft caps, angles) is in ``model_config.ModelConfig``. A family whose parts are all
 known is one more entry. Names of weights are those on disk: transformers 5 stacks experts in memory, and writes one

@@ -1,4 +1,4 @@
-"""A model's shape by whatever names it: a preset, a file, a folder, a name on the hub. No torch."""
+"""A model's shape by name: a preset, a file, a folder, a name on the hub. No torch."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def find_model(text: str) -> ModelConfig:
-    """Return a shape by what names it; raises ``ConfigError``: there is no such model, or its file is faulty.
+    """Return the shape of a named model; raises ``ConfigError`` if there is none, or its file is faulty.
 
     ``text`` is a preset's name; a ``.toml`` file with a shape; a Hugging Face folder, or its ``config.json``; or a name
     on the hub as ``Qwen/Qwen3-8B``, of which ``config.json`` alone is fetched.
@@ -27,7 +27,9 @@ def find_model(text: str) -> ModelConfig:
     if _HUB_ID.fullmatch(text):
         return model_config_from_hf(_fetched(text))
     if "/" in text:
-        fault = f"'{text}' is no folder here, and can be no name on the hub; give a folder of Hugging Face, or ORG/NAME"
+        fault = (
+            f"'{text}' is not a folder here, and not a valid name on the hub; give a Hugging Face folder, or ORG/NAME"
+        )
         raise ConfigError("model", [fault])
     return model_preset(text)
 
@@ -38,11 +40,11 @@ def _fetched(name: str) -> Path:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415  optional
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
     except ImportError:
-        fault = f"'{name}' is no folder here, and the hub needs huggingface_hub: pip install it, or give a folder"
+        fault = f"'{name}' is not a folder here, and the hub needs huggingface_hub: pip install it, or give a folder"
         raise ConfigError("model", [fault]) from None
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:  # the last: no such name can be
         reason = str(error).strip().splitlines()[0]
-        fault = f"'{name}' is no folder here, and the hub does not give it ({reason}); give a folder, or go online"
+        fault = f"'{name}' is not a folder here, and the hub does not have it ({reason}); give a folder, or go online"
         raise ConfigError("model", [fault]) from error

@@ -47,7 +47,7 @@ def read_hf_config(source: Path) -> dict[str, JsonValue]:
 
 
 def read_json(path: Path, remedy: str) -> dict[str, JsonValue]:
-    """Return the JSON object in a file; raises ``ConfigError``, which tells the remedy: there is none."""
+    """Return the JSON object in a file; raises ``ConfigError`` with ``remedy`` if there is none."""
     try:
         mapping = json.loads(read_plain(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -62,7 +62,7 @@ def read_json(path: Path, remedy: str) -> dict[str, JsonValue]:
 
 
 def hf_text_config(mapping: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """Return ``config.json`` of the text part of a multimodal model, and that of any other as it is."""
+    """Return the text part of a multimodal model's ``config.json``, and any other unchanged."""
     hf, text = _multimodal(mapping), mapping.get("text_config")
     if hf is None or hf.multimodal is None or not isinstance(text, dict):
         return mapping
@@ -74,7 +74,7 @@ def hf_text_config(mapping: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
 
 
 def is_multimodal(mapping: Mapping[str, JsonValue]) -> bool:
-    """Return whether ``config.json`` is that of a model with parts beside the text model that is read of it."""
+    """Return whether ``config.json`` is that of a multimodal model, of which only the text model is read."""
     return _multimodal(mapping) is not None
 
 
@@ -132,7 +132,7 @@ def hf_config_of(model: ModelConfig) -> JsonMapping:
     names = (declared.name for declared in fields(ModelConfig))
     pairs = ((name, getattr(model, name), getattr(again, name)) for name in names)
     faults = [
-        f"{name}: {value} cannot be told in a config.json of {hf.architecture}; use {read}"
+        f"{name}: {value} cannot be expressed in a config.json of {hf.architecture}; use {read}"
         for name, value, read in pairs
         if value != read
     ]

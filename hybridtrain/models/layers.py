@@ -1,4 +1,4 @@
-"""What decoders are built of: layers, attention by the plan's name for it, the output head, initial values.
+"""Parts of decoders: layers, attention by its name in the plan, the output head, initial values.
 
 B batch, T sequence, D width, V vocabulary, N heads, K key heads, H head dim, R half a head dim.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import hybridtrain.kernel_rules  # noqa: F401  tells the ledger of the kernels' scratch
+import hybridtrain.kernel_rules  # noqa: F401  registers the kernels' scratch with the ledger
 from hybridkernels.flash_attention.op import causal_attention
 from hybridkernels.flash_attention.unfused import unfused_attention
 from hybridkernels.layer_norm import layer_norm

@@ -1,4 +1,4 @@
-"""The one linear layer: all matrices of blocks are its, and an adapter may stand beside one."""
+"""The one linear layer: all matrices of blocks use it, with or without an adapter."""
 
 from typing import Any
 

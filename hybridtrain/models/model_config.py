@@ -210,7 +210,7 @@ class ModelConfig:
         return 0 if self.architecture.positions == "learned" else int(self.head_dim * self.rotary_fraction)
 
     def window_of(self, block: int) -> int:
-        """Return how many tokens a token attends to in a block, itself included; 0: all before it."""
+        """Return the attention window of a block in tokens, the token itself included; 0: no limit."""
         return self.sliding_window if self.window_pattern[block % len(self.window_pattern)] else 0
 
     @property
@@ -290,7 +290,7 @@ class Workload:
 
 
 def asked_workload(micro_batch_size: int, seq_len: int) -> Workload:
-    """Return the tokens that a command was asked for; raises ``ConfigError`` for what is not allowed."""
+    """Return the workload of a command's options; raises ``ConfigError`` for values that are not allowed."""
     return decode(Workload, {"micro_batch_size": micro_batch_size, "seq_len": seq_len}, source="workload")
 
 

@@ -1,4 +1,4 @@
-"""Which model is meant, in a file: a preset, a shape, a folder."""
+"""The model of a training file: a preset, a shape, a folder."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a model's first values come from, if not from its rule for random ones. P elements of a flat slice."""
+"""Sources of a model's first values, other than its rule for random ones. P elements of a flat slice."""
 
 from typing import Protocol
 

@@ -1,6 +1,6 @@
 """Matrices that are stored as codes and have their values only while they are used.
 
-The parameter is bound to memory that others share. What autograd would keep of it is the wish to see it again: it is
+The parameter is bound to memory that others share. Autograd keeps only a reference to the weight: it is
 widened once more in the backward pass.
 """
 
@@ -16,7 +16,7 @@ class Widen(Protocol):
     """Writes a matrix' values into the memory that its parameter is bound to."""
 
     def __call__(self) -> None:
-        """Write them, unless they are there."""
+        """Write the values, unless they are there."""
 
     @property
     def is_done(self) -> bool:
@@ -24,22 +24,22 @@ class Widen(Protocol):
 
     @property
     def layout(self) -> Hashable:
-        """What decides all it does but values."""
+        """Hashable key of its effect apart from values."""
 
     def pretend(self, *, is_done: bool) -> None:
-        """Say that they are there, or not, whatever is: in a dry run."""
+        """Set whether the values count as present, in a dry run."""
 
 
 _NAME = "widen"
 
 
 def set_widening(parameter: nn.Parameter, widen: Widen | None) -> None:
-    """Say how a parameter gets its values; None: it always has them."""
+    """Set the rule by which a parameter gets its values; None: it always has them."""
     setattr(parameter, _NAME, widen)
 
 
 def widening_of(tensor: Tensor) -> Widen | None:
-    """Return how a tensor gets its values; None: it always has them."""
+    """Return the rule by which a tensor gets its values; None: it always has them."""
     return getattr(tensor, _NAME, None)
 
 

@@ -30,7 +30,7 @@ class Optimizers(Mapping[str, type[Optimizer]]):
         return (name for name in _files() if _optimizer_of(name) is not None)
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of optimizers."""
         return sum(1 for _ in self)
 
 

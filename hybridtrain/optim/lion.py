@@ -12,7 +12,7 @@ from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lion(Optimizer):
-    """c = b1 m + (1 - b1) g;  w = w (1 - lr d) - lr sign(c);  m = b2 m + (1 - b2) g. 4 bytes a parameter in fp32."""
+    """c = b1 m + (1 - b1) g;  w = w (1 - lr d) - lr sign(c);  m = b2 m + (1 - b2) g. 4 bytes per parameter in fp32."""
 
     kind: ClassVar[str] = "lion"
 

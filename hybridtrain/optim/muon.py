@@ -21,7 +21,7 @@ _EPS, _NUM_ITERATIONS = 1e-7, 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Muon(Optimizer):
-    """One momentum for a matrix of a block, 4 bytes a parameter in fp32; AdamW's two moments elsewhere."""
+    """One momentum for a matrix of a block, 4 bytes per parameter in fp32; AdamW's two moments elsewhere."""
 
     kind: ClassVar[str] = "muon"
 

@@ -30,7 +30,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class UpdateStep:
-    """What one parameter's update depends on, beside the optimizer's own settings."""
+    """The settings of one parameter's update, beside those of the optimizer."""
 
     number: int
     """Of updates since the state was zero, this one included."""
@@ -42,7 +42,7 @@ class UpdateStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """Hyper-parameters with the arithmetic that they belong to; as it stands, slice by slice, without second moment.
+    """Hyper-parameters with their update rule; the base works slice by slice, without second moment.
 
     Raises:
         ValueError: a setting of a name in ``_RULES`` is out of its range.

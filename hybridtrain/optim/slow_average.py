@@ -1,7 +1,7 @@
 """The slow average of the gradients and the move along it: every step (AdEMAMix) or as a predicted jump.
 
 s = b3 s + (1 - b3) g, and a move of P predicted steps is lr P s / (sqrt(v / (1 - b2^t)) + eps). AdEMAMix (Pagliardini
-et al., 2409.03137) makes P = alpha moves a step; a jump after K steps makes P = alpha K of them at once.
+et al., 2409.03137) makes P = alpha moves per step; a jump after K steps makes P = alpha K of them at once.
 
 Where the second moment is gone when a jump is made, the average is one of gradients that were divided by it before:
 s = b3 s + (1 - b3) g / (sqrt(v / (1 - b2^t)) + eps), and a move is lr P s. P elements of a slice.
@@ -97,7 +97,7 @@ class MoveNorm:
 
 @dataclass(frozen=True, slots=True)
 class SlowStep:
-    """What one update does with the slow average: a ``StepHook``."""
+    """Updates the slow average in one step, as a ``StepHook``."""
 
     beta: float
     """Decay in force."""
@@ -153,7 +153,7 @@ class SlowStep:
 
 
 def _decay(steps: float) -> float:
-    """Return the decay that averages over so many steps, at least two."""
+    """Return the decay that averages over a number of steps, at least two."""
     return 1 - 1 / max(2.0, steps)
 
 

@@ -9,7 +9,7 @@ from hybridtrain.plan.placement import Codec
 
 @dataclass(frozen=True, slots=True)
 class Bf16Optimizer(Optimization):
-    """Cut the optimizer state from 8 to 4 bytes a parameter."""
+    """Cut the optimizer state from 8 to 4 bytes per parameter."""
 
     kind: ClassVar[str] = "bf16_optimizer"
     CELLS: ClassVar = {"optim_state.codec": Codec.BFLOAT16}

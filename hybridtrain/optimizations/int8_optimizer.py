@@ -9,7 +9,7 @@ from hybridtrain.plan.placement import Codec
 
 @dataclass(frozen=True, slots=True)
 class Int8Optimizer(Optimization):
-    """Cut the optimizer state from 8 to 2.03 bytes a parameter; tensors below 4096 elements stay fp32."""
+    """Cut the optimizer state from 8 to 2.03 bytes per parameter; tensors below 4096 elements stay fp32."""
 
     kind: ClassVar[str] = "int8_optimizer"
     CELLS: ClassVar = {"optim_state.codec": Codec.INT8_BLOCKS}

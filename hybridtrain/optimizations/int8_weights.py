@@ -14,7 +14,7 @@ from hybridtrain.plan.placement import Codec, Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8Weights(Optimization):
-    """Store the blocks' matrices in 1.02 bytes a parameter, on the device or wherever weights live.
+    """Store the blocks' matrices in 1.02 bytes per parameter, on the device or wherever weights live.
 
     They are widened to the compute dtype when their block is visited, or matrix by matrix. With a master copy they are
     its rounding to nearest; without one they are what is trained, and each update is rounded stochastically.

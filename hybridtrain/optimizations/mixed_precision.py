@@ -15,7 +15,7 @@ ComputeDtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision(Optimization):
-    """Store and compute weights in 16 bits, and say what the optimizer updates.
+    """Store and compute weights in 16 bits, and choose the values that the optimizer updates.
 
     float16 has a loss scale that adapts itself; bfloat16, with the range of float32, needs none.
     """
@@ -25,7 +25,7 @@ class MixedPrecision(Optimization):
 
     compute_dtype: Literal["bfloat16", "float16"] = "bfloat16"
     master: Literal["float32", "split16", "absent"] = "float32"
-    """float32: a separate copy, 4 bytes a parameter. split16: the same exact fp32 value as the bfloat16 weight plus
+    """float32: a separate copy, 4 bytes per parameter. split16: the same exact fp32 value as the bfloat16 weight plus
     16 more bits, 2 bytes. absent: none, weights are rounded stochastically after the update, 0 bytes."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases in 16 bits; others store and compute float32. PREDICT without FULL: the master, which must not be absent

@@ -10,7 +10,7 @@ from hybridtrain.plan.placement import Codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nf4Weights(Optimization):
-    """Store the blocks' matrices in 0.52 bytes a parameter, on the device or wherever weights live; needs ``lora``.
+    """Store the blocks' matrices in 0.52 bytes per parameter, on the device or wherever weights live; needs ``lora``.
 
     They are widened to the compute dtype matrix by matrix, as bitsandbytes does, whose format it is.
     """

@@ -8,7 +8,7 @@ from hybridtrain.plan.compose import Optimization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline(Optimization):
-    """Let each rank be a stage that holds neighbouring blocks alone; on one card it changes nothing.
+    """Make each rank a stage that holds only neighbouring blocks; on one card it changes nothing.
 
     In which order micro-batches pass is another's business: the horizontal schedule of grad_accumulation is 1F1B, the
     vertical one GPipe.

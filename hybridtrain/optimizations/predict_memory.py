@@ -15,7 +15,7 @@ _ON_HOST = frozenset({"cpu", "pinned"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictMemory(Optimization):
-    """Say where moments and master copy are in PREDICT; they come back, ahead of their first use, when it ends."""
+    """Move moments and master weights away in PREDICT; they return before their first use when it ends."""
 
     kind: ClassVar[str] = "predict_memory"
     PRESETS: ClassVar[Presets] = {

@@ -1,4 +1,4 @@
-"""State of a weight predictor: what it remembers of the trajectory of every weight."""
+"""State of a weight predictor: its record of every weight's trajectory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class PredictorState(Optimization):
     predictor: Literal["slow_gradient", "linear"] = "slow_gradient"
     """slow_gradient: one slow average of the gradients, which AdEMAMix uses too. linear: the weights some steps ago."""
     codec: Literal["float32", "bfloat16", "int8"] = "float32"
-    """4, 2 or about 1 byte a parameter."""
+    """4, 2 or about 1 byte per parameter."""
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the history of every parameter."""

@@ -1,4 +1,4 @@
-"""ZeRO: what every rank would hold alike is cut among them (Rajbhandari et al., 1910.02054)."""
+"""ZeRO: replicated state is sharded over ranks (Rajbhandari et al., 1910.02054)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +9,7 @@ from hybridtrain.plan.compose import Optimization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero(Optimization):
-    """Let each rank hold its range alone; on one card it changes nothing.
+    """Shard state over ranks, each holding only its range; on one card it changes nothing.
 
     Where a range lives is another's business: with optimizer_offload it waits on the host, and with weight_streaming
     stage 3 keeps a rank's part of each block there.

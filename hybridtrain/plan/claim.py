@@ -1,4 +1,4 @@
-"""A claim: one optimization's wish for one cell or setting of the memory plan."""
+"""A claim: one optimization's request for one cell or setting of the memory plan."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from hybridtrain.plan.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimization:
-    """An element of a stack: a frozen dataclass that turns its settings into claims and knows nothing else.
+    """An element of a stack: a frozen dataclass that turns its settings into claims.
 
     A field that has the name of a setting of the plan claims it, and is checked against its range.
     """

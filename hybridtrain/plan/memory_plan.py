@@ -19,28 +19,28 @@ from hybridtrain.plan.placement import Codec, Placement
 
 
 class Schedule(StrEnum):
-    """In which order micro-batches and blocks are visited within one optimizer step."""
+    """The order of micro-batches and blocks within one optimizer step."""
 
     HORIZONTAL = "horizontal"
     VERTICAL = "vertical"
 
 
 class UpdateDevice(StrEnum):
-    """Where the optimizer's arithmetic runs."""
+    """The device of the optimizer's arithmetic."""
 
     DEVICE = "device"
     HOST = "host"
 
 
 class Attention(StrEnum):
-    """How attention is computed."""
+    """The implementation of attention."""
 
     FLASH = "flash"
     UNFUSED = "unfused"
 
 
 class LinearKind(StrEnum):
-    """What the blocks' matrices multiply with."""
+    """The values that the blocks' matrices multiply with."""
 
     FULL = "full"
     TERNARY = "ternary"
@@ -48,14 +48,14 @@ class LinearKind(StrEnum):
 
 
 class WidenBy(StrEnum):
-    """How much of what is stored as codes has its values at a time."""
+    """The unit in which coded weights are widened."""
 
     BLOCK = "block"
     MATRIX = "matrix"
 
 
 class DynamicRange(StrEnum):
-    """What shares one range of 8-bit codes, taken from its values."""
+    """The unit that shares one range of 8-bit codes."""
 
     GROUP = "group"
     """256 elements."""
@@ -145,7 +145,7 @@ class PhasePlan:
     static_scales: bool = setting(False, "int8 weights keep the scales of their first values.")
     symmetric: bool = added(True, "Ranges of int8 weights are about zero; false: about the middle of values.")
     dynamic_range: DynamicRange = added(DynamicRange.GROUP, "Elements of an int8 range: group, 256; tensor, a matrix.")
-    update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Where the optimizer's arithmetic runs.")
+    update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "The device of the optimizer's arithmetic.")
     attention: Attention = added(Attention.FLASH, "flash: never holds the scores of all pairs; unfused: plain ops.")
     linear: LinearKind = added(
         LinearKind.FULL, "full: matrices as they are; ternary: rounded to three values where used (BitNet)."
@@ -259,7 +259,7 @@ class MemoryPlan:
 
 
 def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
-    """Fill every cell and setting that nobody claimed.
+    """Fill every unclaimed cell and setting.
 
     Weights are stored in the compute dtype, gradients and boundaries too; a master copy exists only where the
     stored weights are less exact than fp32; all else has the default of its declaration.
@@ -285,7 +285,7 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
 def suited(plan: PhasePlan, num_blocks: int) -> PhasePlan:
     """Return a plan whose counts of blocks a model of ``num_blocks`` can fill: the one place where they are lowered.
 
-    ``hybridtrain.planning.plan_changes`` tells each difference.
+    ``hybridtrain.planning.plan_changes`` lists each difference.
     """
     most: dict[str, int] = {}
     if plan.recompute_every:
@@ -363,7 +363,7 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
 
 
 def _rank_faults(plan: PhasePlan) -> Iterator[str]:
-    """Yield a sentence for what cannot be cut among ranks, or into stages."""
+    """Yield a sentence for each plan value that cannot be sharded or split into stages."""
     if plan.zero_stage and plan.update_on is UpdateDevice.HOST:
         yield "zero_stage: the processor updates whole parameters; set optimizer_offload's update_on = 'device'."
     if plan.zero_stage and plan.dynamic_range is DynamicRange.TENSOR:
@@ -398,7 +398,7 @@ def _rank_faults(plan: PhasePlan) -> Iterator[str]:
 
 
 def _adapter_faults(plan: PhasePlan) -> Iterator[str]:
-    """Yield a sentence for what adapters cannot do."""
+    """Yield a sentence for each plan value that adapters do not support."""
     if plan.linear is LinearKind.TERNARY:
         yield "linear: bitnet trains the matrices themselves, lora freezes them; drop one of them."
     if plan.static_scales:
@@ -432,7 +432,7 @@ def weight_storage(plan: PhasePlan) -> tuple[object, ...]:
 
 
 def border_faults(full: PhasePlan, other: PhasePlan, phase: Phase) -> Iterator[str]:
-    """Yield what cannot change between FULL and ``phase``, one sentence each."""
+    """Yield a sentence for each value that must not change between FULL and ``phase``."""
     for name in _SAME_EVERYWHERE if phase is Phase.PREDICT else _SAME_IN_STEPS:
         if getattr(other, name) != getattr(full, name):
             yield (

@@ -1,10 +1,10 @@
-"""Where a tensor class may live and how it may be stored."""
+"""Placements and storage formats of tensor classes."""
 
 from enum import StrEnum
 
 
 class Placement(StrEnum):
-    """Where a tensor class lives between uses."""
+    """The place of a tensor class between uses."""
 
     DEVICE = "device"
     HOST = "host"
@@ -16,7 +16,7 @@ class Placement(StrEnum):
 
 
 class Codec(StrEnum):
-    """How a tensor class is stored."""
+    """The storage format of a tensor class."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"

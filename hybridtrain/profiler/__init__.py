@@ -1,1 +1,1 @@
-"""What is held, by whom, and when."""
+"""Profiles of memory: bytes, holders, times."""

@@ -1,4 +1,4 @@
-"""What a run's snapshots add up to, as figures and as text: phases, the peak, spikes, alerts with advice, the cost.
+"""Statistics of a run's memory snapshots, as figures and as text: phases, peak, spikes, alerts with advice, cost.
 
 Statistics, peak and counts are exact whatever the length of the run. Snapshots are thinned and events capped, so that
 memory stays bounded: a snapshot is about half a KB, and ``max_snapshots`` of them are about 10 MB.
@@ -71,7 +71,7 @@ class MemorySnapshot:
         return row
 
     def as_metrics(self) -> dict[str, float]:
-        """Return what is known by its metric's name: GB and percent."""
+        """Return the known figures by metric name, in GB and percent."""
         memory, utilization = self.memory, self.utilization_percent
         sizes = {"used_bytes": memory.used_bytes, "rss_bytes": memory.process.rss_bytes}
         sizes |= {} if memory.allocator is None else asdict(memory.allocator)
@@ -206,7 +206,7 @@ def memory_report(
 
 
 def alert_advice(source: MemorySource) -> tuple[str, ...]:
-    """Return what to do against too much memory, gentlest first; offloading would move more to the host."""
+    """Return advice against too much memory, gentlest first; offloading would move more to the host."""
     return _CARD_ADVICE[:3] if source is MemorySource.PROCESS else _CARD_ADVICE
 
 

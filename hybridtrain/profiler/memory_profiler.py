@@ -35,7 +35,7 @@ class MemoryProfiler:
         every_n_steps: Snapshots are taken at steps that this divides, and at the first one.
         alert_threshold_bytes: Use above this is an alert.
         spike_threshold: Rise over the previous snapshot, as a fraction of it, above which a snapshot is a spike.
-        sinks: Receive each snapshot's figures as metrics; whoever made them closes them.
+        sinks: Receive each snapshot's figures as metrics; the caller closes them.
         reader: Reads the memory; None: the card and this process, opened at the start.
         on_alert: Gets the first alert and the advice, at once.
         clock: Returns seconds, monotonic.

@@ -1,4 +1,4 @@
-"""One reading of everything a memory profile shows, from the best source this machine has."""
+"""One reading of all figures of a memory profile, from this machine's best source."""
 
 import os
 import resource
@@ -100,12 +100,12 @@ def machine_memory_bytes(limits: tuple[str | Path, ...] = _CGROUP_LIMITS) -> int
 
 
 class MemorySource(StrEnum):
-    """Where the figure of used memory comes from."""
+    """The source of the figure of used memory."""
 
     NVML = "NVML"
     """The whole card, all processes."""
     ALLOCATOR = "torch allocator"
-    """What this process' PyTorch reserved; without the CUDA context and other processes."""
+    """Bytes reserved by this process' PyTorch; without the CUDA context and other processes."""
     PROCESS = "process RSS"
     """Resident memory of this process on the host."""
 

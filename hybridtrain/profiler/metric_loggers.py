@@ -1,4 +1,4 @@
-"""Where metrics go while a run lasts: TensorBoard, Weights & Biases, MLflow, or anything with ``log`` and ``close``.
+"""Metric loggers of a run: TensorBoard, Weights & Biases, MLflow, or anything with ``log`` and ``close``.
 
 The packages are optional and imported on first use.
 """
@@ -25,7 +25,7 @@ class MetricLogger(Protocol):
         ...
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush remaining metrics."""
         ...
 
 
@@ -121,7 +121,7 @@ class MlflowLogger:
 
 
 class MetricLoggers:
-    """Several loggers as one. A logger that fails is dropped, with a sentence for ``on_fault``, and the run goes on."""
+    """Several loggers as one. A failing logger is dropped, with a sentence for ``on_fault``, and the run continues."""
 
     def __init__(self, loggers: Sequence[MetricLogger], on_fault: Callable[[str], None]) -> None:
         self._loggers = list(loggers)

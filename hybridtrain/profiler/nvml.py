@@ -1,4 +1,4 @@
-"""Used and total memory of a graphics card, whatever allocates there, from NVML (the package nvidia-ml-py).
+"""Used and total memory of a graphics card, over all processes, from NVML (the package nvidia-ml-py).
 
 Used is total - free, so that the driver's own reserve counts as used.
 """

@@ -1,6 +1,6 @@
-"""A card that need not exist: what PyTorch code takes of it, and how long a step lasts. It knows of no trainer.
+"""A virtual card: the memory that PyTorch code takes of it, and the time of a step. It knows of no trainer.
 
-    VirtualGpu         PyTorch code that believes it has CUDA, unmodified; ``report()`` says what the card would do
+    VirtualGpu         runs unmodified CUDA code of PyTorch; ``report()`` returns the card's memory and time
     estimate_memory    the same for a model and a batch, in one call
     StorageLedger      counts every storage, from its allocation to its release: a LedgerTrace
     replay_on_card     a trace through a model of torch's caching allocator: allocated, active, reserved, out of memory

@@ -1,4 +1,4 @@
-"""Adapters as PEFT's files, out and in, or merged into the weights that they stand beside."""
+"""Adapters exported to and imported from PEFT's files, or merged into their weights."""
 
 import copy
 import json
@@ -226,7 +226,7 @@ def require_free(folder: Path) -> None:
 
 
 def _settings(plan: PhasePlan) -> JsonMapping:
-    """Return PEFT's settings that make an adapter what it is."""
+    """Return the PEFT settings that define an adapter."""
     return {
         "peft_type": "LORA", "r": plan.adapter_rank, "lora_alpha": plan.adapter_alpha,
         "use_rslora": plan.adapter_scaling is AdapterScaling.RSLORA, "use_dora": plan.adapter_magnitude,

@@ -1,4 +1,4 @@
-"""Where a folder of transformers holds each parameter: under which names, in which shapes, turned or in pieces."""
+"""The location of each parameter in a transformers folder: names, shapes, transposes, pieces."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class DiskWeight:
 
 
 def disk_weights(model: BlockModel) -> dict[str, DiskWeight]:
-    """Return the place of every parameter but adapters'; only shapes are looked at."""
+    """Return the place of every parameter except adapters', from shapes alone."""
     named = ((name, parameter) for name, parameter in model.named_unit_parameters() if not is_adapter(name))
     return {name: disk_weight(model.config, name, tuple(parameter.shape)) for name, parameter in named}
 

@@ -1,4 +1,4 @@
-"""What a trainer's parameters are, slice by slice, wherever and however they are stored. P elements of a flat slice."""
+"""Exact values of a trainer's parameters, slice by slice, from any placement and format. P elements of a flat slice."""
 
 from collections.abc import Iterator
 

@@ -56,7 +56,7 @@ def export_folder(
     Raises:
         ConfigError: the folder holds something.
         DiskSpaceError: the model does not fit on its disk.
-        DivergenceError: a value is no finite number, or none of this dtype.
+        DivergenceError: a value is not finite, or none of this dtype.
     """
     require_free(folder)
     weights = disk_weights(trainer.model)
@@ -99,7 +99,7 @@ def _write_values(
         weight, value_P, place = weights[name], exact_P.reshape(-1).to("cpu", dtype), part
         if not bool(value_P.isfinite().all()):
             raise DivergenceError(
-                f"{name}: holds values that are no finite numbers of {dtype}; a model must have none. Export float32, "
+                f"{name}: holds values that are not finite in {dtype}; a model must have none. Export float32, "
                 "or an older checkpoint."
             )
         if weight.is_transposed:

@@ -29,7 +29,7 @@ class HfSource:
     """Weights of a model, by our names for them, from ``tensors`` under transformers' names.
 
     ``origin`` heads the message of the ``ConfigError`` that names every tensor that is missing, misshapen or left over;
-    ``digest`` tells these weights from others.
+    ``digest`` identifies these weights.
     """
 
     def __init__(self, origin: str, tensors: Mapping[str, FileTensor], config: ModelConfig, digest: str = "") -> None:
@@ -45,7 +45,7 @@ class HfSource:
 
     @property
     def left_out(self) -> str:
-        """What a multimodal model has beside the text model, in a sentence; empty: nothing."""
+        """A sentence on the parts of a multimodal model beside the text model; empty: there are none."""
         if not self._left_out:
             return ""
         num_bytes = sum(tensor.num_bytes for tensor in self._left_out.values())
@@ -83,7 +83,7 @@ class HfSource:
                 tie = "; or set tie_word_embeddings where the embedding is the output" if name == _OUTPUT else ""
                 yield f"{name}: missing; it must be there with shape {weight.shape}: download the folder again{tie}"
             elif tensor.shape != weight.shape:
-                yield f"{name}: {tensor.shape} must be {weight.shape}; take the config.json of these weights"
+                yield f"{name}: {tensor.shape} must be {weight.shape}; use the config.json of these weights"
             elif tensor.dtype_name not in DTYPES:
                 allowed = ", ".join(DTYPES)
                 yield f"{name}: of type {tensor.dtype_name}, must be {allowed}; convert it, or take another version"
@@ -100,7 +100,7 @@ class HfSource:
 
     def _equals_embedding(self, output: FileTensor) -> bool:
         embedding = self._tensors.get(self._weights["embedding.token"].names[0])
-        if embedding is None or embedding.dtype_name not in DTYPES:  # told already
+        if embedding is None or embedding.dtype_name not in DTYPES:  # reported already
             return True
         if (output.shape, output.dtype_name) != (embedding.shape, embedding.dtype_name):
             return False
@@ -134,7 +134,7 @@ def open_folder(path: Path, config: ModelConfig) -> HfSource:
         shards = _read_index(path)
         files = _open_shards(path, sorted(set(shards.values())))
         faults = [
-            f"{name}: said to be in {shard}, which has none; take the index of these shards"
+            f"{name}: said to be in {shard}, which has none; use the index of these shards"
             for name, shard in shards.items()
             if name not in files[shard].tensors
         ]
@@ -149,7 +149,7 @@ def open_folder(path: Path, config: ModelConfig) -> HfSource:
 
 def _no_weights(path: Path) -> str:
     if not path.is_dir():
-        return "is no folder; it must be one with config.json and safetensors files: check the path"
+        return "is not a folder; it must be one with config.json and safetensors files: check the path"
     pickled = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
     if pickled:
         return (

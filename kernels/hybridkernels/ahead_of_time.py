@@ -1,4 +1,4 @@
-"""Kernels compiled without a card, and what they would take of one: registers, spills, shared memory, code bytes.
+"""Kernels compiled without a card, and their resources on one: registers, spills, shared memory, code bytes.
 
 Needs triton, which carries NVIDIA's assembler; no card, driver or toolkit.
 """

@@ -1,4 +1,4 @@
-"""Registering of ops with torch.library, and of what runs them on CUDA."""
+"""Registration of ops with torch.library, and of their CUDA versions."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module

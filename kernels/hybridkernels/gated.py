@@ -1,4 +1,4 @@
-"""An activation of one tensor times another as an op that saves these two, and not what the activation makes.
+"""An activation of one tensor times another as an op that saves these two, but not the activation's output.
 
 On the CPU and on CUDA without Triton in torch's own ops: fp32 and fp64 take them as they are, in the order of torch's
 autograd, hence bit-equal to it. 16-bit inputs are widened to fp32 a chunk at a time: the scratch stays in the

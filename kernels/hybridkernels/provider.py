@@ -1,4 +1,4 @@
-"""Which implementation of an op runs on this card: the one measured to be fastest there, else a stated order.
+"""The choice of an op's implementation on this card: the fastest measured there, else a stated order.
 
 ``choices.toml`` holds one row per op and card, written by ``hybridtrain bench kernels --choose`` from measurements. An
 op without a row for the card at hand takes the first implementation of its own order that can run: well-kept

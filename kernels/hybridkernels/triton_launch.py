@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run on this machine's card, asked once by a trial launch."""
+"""Test of Triton on this machine's card, once, by a trial launch."""
 
 import warnings
 from functools import cache
@@ -38,5 +38,5 @@ def compute_capability(device: torch.device) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors the card has; of the interpreter, which has none, one."""
+    """Return the number of multiprocessors of the card; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -231,7 +231,7 @@ def test_a_state_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None:
 def test_a_manifest_that_is_none_is_refused(tmp_path: Path, manifest: bytes) -> None:
     path = saved(tmp_path)
     (path / "step-00000001" / "manifest.json").write_bytes(manifest)
-    with pytest.raises(ConfigError, match="step-00000001: not a whole checkpoint") as caught:
+    with pytest.raises(ConfigError, match="step-00000001: damaged checkpoint") as caught:
         load_checkpoint(new_trainer(), path)
     assert caught.value.source == str(path)
 
@@ -273,7 +273,7 @@ def test_a_flipped_bit_in_any_tensor_is_found_and_the_tensor_named(tmp_path: Pat
             if _:
                 verify(generation)
                 continue
-            with pytest.raises(ValueError, match=re.escape(f"'{name}' is not as it was written")):
+            with pytest.raises(ValueError, match=re.escape(f"'{name}' has changed since it was written")):
                 verify(generation)
 
 
@@ -311,8 +311,8 @@ def test_the_state_before_is_used_where_the_newest_is_damaged(tmp_path: Path, da
     trainer = new_trainer()
     load_checkpoint(trainer, path, say=said.append)
     assert_same_state(trainer, trained(1))
-    assert said[0].startswith(f"{newest}: not a whole checkpoint (")
-    assert said[1] == "going on from step-00000001, the newest that is whole"
+    assert said[0].startswith(f"{newest}: damaged checkpoint (")
+    assert said[1] == "resuming from step-00000001, the newest intact checkpoint"
     trainer.step(steps_for(trainer)[1])
     save_checkpoint(trainer, path)
     again = new_trainer()

@@ -392,7 +392,7 @@ def test_resident_codes_take_a_quarter_and_the_slots() -> None:
 
 def test_offloaded_weights_make_room_in_predict() -> None:
     for before, within, after in Watched([STREAMED_PREDICT], on_cpu()).live:
-        assert before - within == pytest.approx(3 * BLOCK, rel=0.05)  # padded to 512 bytes a parameter
+        assert before - within == pytest.approx(3 * BLOCK, rel=0.05)  # padded to 512 bytes per parameter
         assert after == before
 
 

@@ -1,4 +1,4 @@
-"""What all loss forecasters share: signals, forecasts, intervals that learn from past errors.
+"""The base of all loss forecasters: signals, forecasts, intervals that learn from past errors.
 
 A forecast is never of the next raw loss but of a block mean: the mean training loss over the last ``window`` steps of
 the horizon. The learning rates of those steps are known in advance and given.
@@ -51,7 +51,7 @@ class RawForecast:
     aleatoric: float
     """Standard deviation that the model ascribes to noise in the data."""
     epistemic: float
-    """Standard deviation over what the model could be: spread of an ensemble or of fits."""
+    """Standard deviation over models: spread of an ensemble or of fits."""
     entropy: float | None = None
     """Of the categorical state, nats per categorical, 0 (sure) to ln of its classes; None where there is none."""
 
@@ -100,7 +100,7 @@ class IntervalCalibrator(Stateful):
         self._scores = {}
 
     def observe(self, step: int, loss: float, lr: float) -> None:
-        """Let pending forecasts see one true step; score those that end with it."""
+        """Add one true step to pending forecasts; score those that end with it."""
         still = []
         for pending in self._pending:
             pending.seen_lr_sum += lr
@@ -116,7 +116,7 @@ class IntervalCalibrator(Stateful):
         self._pending = still
 
     def factor(self, horizon: int) -> float:
-        """Return how many of the model's standard deviations cover 90 % at this horizon."""
+        """Return the number of the model's standard deviations that cover 90 % at this horizon."""
         scores = self._scores.get(_bucket(horizon), [])
         if len(scores) < _FEWEST_SCORES:
             scores = [score for bucket in sorted(self._scores) for score in self._scores[bucket]]
@@ -131,7 +131,7 @@ class IntervalCalibrator(Stateful):
         self._pending.append(_Pending(last - window + 1, last, mean, scale, len(future_lrs), sum(future_lrs)))
 
     def drop_pending(self) -> None:
-        """Forget forecasts whose steps are not over: something happened that no forecast is about."""
+        """Drop forecasts whose steps are not over, as after an event that they do not cover."""
         self._pending = []
 
 
@@ -186,7 +186,7 @@ class Forecaster(Stateful, ABC):
         )  # fmt: skip
 
     def state_dict(self) -> State:
-        """Return all that a resumed forecaster needs to go on bit-equal."""
+        """Return the state from which a resumed forecaster continues bit-equal."""
         return {"kind": self.kind} | super().state_dict()
 
     def load_state_dict(self, state: State) -> None:

@@ -1,7 +1,7 @@
 """The simple baseline: exponential level and damped trend (Holt 1957; Gardner and McKenzie 1985).
 
 level_t = a y_t + (1 - a)(level_{t-1} + phi trend_{t-1});  trend_t = b (level_t - level_{t-1}) + (1 - b) phi trend_{t-1}
-forecast at h = level + trend (phi + phi^2 + ... + phi^h), averaged over the window. Learning rates are not looked at.
+forecast at h = level + trend (phi + phi^2 + ... + phi^h), averaged over the window. Learning rates are ignored.
 """
 
 import math
@@ -18,7 +18,7 @@ _FEWEST_STEPS = 20
 
 
 def damped_reach(horizon: float) -> float:
-    """Return how many times the trend the level moves in ``horizon`` steps: phi + ... + phi^h."""
+    """Return the level's movement in ``horizon`` steps, in units of the trend: phi + ... + phi^h."""
     return _DAMPING * (1 - math.pow(_DAMPING, horizon)) / (1 - _DAMPING)
 
 

@@ -1,4 +1,4 @@
-"""Prequential scores of forecasters: forecast, let the run go on, compare; nothing is seen before it happens."""
+"""Prequential scores of forecasters: forecast, continue the run, compare; no future value is seen."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ BUDGET_MIB = 512.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastScore:
-    """How one forecaster did at one horizon; losses in nats per token."""
+    """The score of one forecaster at one horizon; losses in nats per token."""
 
     kind: str
     horizon: int
@@ -63,7 +63,7 @@ def evaluate_forecasters(
 def _run(
     forecaster: Forecaster, signals: Sequence[TrainingSignal], horizons: Sequence[int], window: int
 ) -> Iterator[tuple[int, LossForecast, float]]:
-    """Yield the horizon of each forecast, it, and what came of it."""
+    """Yield the horizon of each forecast, the forecast, and the loss it came to."""
     for index, signal in enumerate(signals, start=1):
         forecaster.observe(signal)
         if index < FIRST_STEP or index % EVERY:

@@ -39,7 +39,7 @@ class ResidualStore(Stateful):
         """Row of the next entry."""
 
     def __len__(self) -> int:
-        """Return how many entries are stored."""
+        """Return the number of stored entries."""
         return len(self._residuals_N)
 
     def add(self, features: Sequence[float], residual: float) -> None:
@@ -64,7 +64,7 @@ class ResidualStore(Stateful):
         row_F = np.array(features, dtype=np.float64)
         spread_F = self._features_NF.std(0)
         least_F = _SMALLEST_SPREAD * np.abs(self._features_NF).max(0)
-        compared_F = (spread_F > least_F) & np.isfinite(row_F)  # what never differed tells no states apart
+        compared_F = (spread_F > least_F) & np.isfinite(row_F)  # constant features distinguish no states
         scaled_NF = (self._features_NF[:, compared_F] - row_F[compared_F]) / spread_F[compared_F]
         scaled_NF = scaled_NF.clip(-_FARTHEST, _FARTHEST)
         distance_N = (scaled_NF**2).sum(1) / max(1, int(compared_F.sum()))

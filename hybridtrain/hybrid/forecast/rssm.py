@@ -9,7 +9,7 @@ saved, a forecast on one that is made of seed and step, so that asking changes n
 Aleatoric is the head's deviation and the spread over sampled states; epistemic the spread of the members' means;
 entropy that of the last prior. Their sum's scale is calibrated as all are (base.py).
 
-Executed on two held-out runs of 3000 steps of a small byte model it was no better than its baseline: mean error 400
+On two held-out runs of 3000 steps of a small byte model it was no better than its baseline: mean error 400
 steps ahead 0.069 nats against 0.067, the power law 0.039. It is here to be compared; it is not the default.
 
 E members, B windows or samples, T ticks of a window.

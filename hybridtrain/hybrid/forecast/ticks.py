@@ -149,14 +149,14 @@ class TickReplay(Stateful):
         return self._actions(self._scalars[ticks, _LOG_LR], self._scalars[ticks, _PREDICTED], elapsed)
 
     def future_actions(self, future_lrs: Sequence[float], num_ticks: int) -> Tensor:
-        """Return the actions of the next ticks under planned rates: (num_ticks, 4); the last rate goes on."""
+        """Return the actions of the next ticks under planned rates: (num_ticks, 4); the last rate continues."""
         rates = torch.tensor(future_lrs).clamp_min(_SMALLEST_LR).log()
         rates = torch.cat([rates, rates[-1:].expand(num_ticks * TICK_STEPS)])[: num_ticks * TICK_STEPS]
         log_lrs = torch.cat([self._scalars[-1:, _LOG_LR], rates.view(num_ticks, TICK_STEPS).mean(1)])
         return self._actions(log_lrs, torch.zeros_like(log_lrs), torch.arange(1.0, num_ticks + 1))
 
     def _actions(self, log_lrs: Tensor, predicted: Tensor, elapsed: Tensor) -> Tensor:
-        """Return what is done in consecutive ticks, (..., ticks - 1, 4), from the mean ln lr and the steps jumped.
+        """Return the actions of consecutive ticks, (..., ticks - 1, 4), from the mean ln lr and the steps jumped.
 
         The first of (..., ticks) gives only its rate; ``elapsed`` are ticks since the state was last seen.
         """

@@ -14,7 +14,7 @@ from hybridtrain.trainer import Trainer
 class Linear(WeightPredictor):
     """w = w + a (w - anchor), a in units of the last K steps' displacement.
 
-    The anchor's place keeps the move, so that it can be taken back.
+    The anchor's place keeps the move, so that it can be undone.
     """
 
     kind: ClassVar[str] = "linear"
@@ -63,7 +63,7 @@ class Linear(WeightPredictor):
         return Jump(self._trainer.steps_done, predicted_steps, lr, self._rms(norm) / lr if lr else 0.0)
 
     def undo(self, jump: Jump) -> None:
-        """Subtract the kept move."""
+        """Undo the last jump: subtract the kept move."""
         assert jump.step == self._trainer.steps_done, "before another true step"
 
         def work(swept: ParameterSlice) -> None:

@@ -80,7 +80,7 @@ class SlowGradient(WeightPredictor):
         return self._made(step, lr)
 
     def undo(self, jump: Jump) -> None:
-        """Add what was subtracted."""
+        """Undo the last jump: add what was subtracted."""
         self._pass(-jump.predicted_steps * jump.lr, None, None)
 
     def _pass(self, lr_steps: float, step: SlowStep | None, rollback: RollbackCopy | None) -> None:
@@ -108,12 +108,12 @@ class SlowGradient(WeightPredictor):
         return super().state_dict() | ({"normalizes": True} if self._normalizes else {})
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where a saved predictor was; raises ``ValueError`` where its average is of other gradients."""
+        """Restore a saved predictor's state; raises ``ValueError`` where its average is of other gradients."""
         if bool(state.get("normalizes")) is not self._normalizes:
             kept = "'drop'" if state.get("normalizes") else "another value than 'drop'"
             raise ValueError(
                 f"slow average: it was saved under predict_memory's optimizer_state of {kept}, and means something "
-                "else; resume with that, or start anew"
+                "else; resume with that, or start a new run"
             )
         super().load_state_dict(state)
 

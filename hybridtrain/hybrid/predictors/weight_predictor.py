@@ -1,4 +1,4 @@
-"""What moves weights in PREDICT: one base, one file per predictor. P predicted steps, K true steps of a block."""
+"""The base of weight predictors, which have a file each. P predicted steps, K true steps of a block."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class WeightPredictor(Stateful, ABC):
 
     @abstractmethod
     def undo(self, jump: Jump) -> None:
-        """Take the last jump back, before another true step."""
+        """Undo the last jump, before another true step."""
 
     def _rms(self, norm: MoveNorm) -> float:
         """Return the root mean square over all weights; waits for the device, NaN in a dry run."""

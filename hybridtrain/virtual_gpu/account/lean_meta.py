@@ -1,8 +1,8 @@
-"""What torch does for meta tensors, without what only real ones need.
+"""Lean dispatch of meta tensors, without the work that only real ones need.
 
-Rules ask torch._dynamo to leave them alone, which imports it (1.4 s), and sympy whether what they check holds (0.4 s),
+Rules ask torch._dynamo to skip them, which imports it (1.4 s). They ask sympy whether their checks hold (0.4 s),
 which they know themselves as long as no size is a symbol. A custom op passes functions of Python's for autograd's sake
-on its way to who watches the dispatcher: none has anything to do where no gradient is asked for.
+on its way to dispatch modes: none has anything to do where no gradient is asked for.
 """
 
 import sys
@@ -24,9 +24,9 @@ _DECORATED = _disable_dynamo(lambda: None).__code__
 
 @contextmanager
 def lean_meta_rules() -> Iterator[None]:
-    """Let rules and ops be called as they are; afterwards all is as before.
+    """Bypass torch's wrappers around meta rules and ops inside the block.
 
-    Where another torch has no such mark this does nothing but cost nothing.
+    Has no effect where another torch lacks these wrappers.
     """
     marked = [] if "torch._dynamo" in sys.modules else _unmarked_rules()
     for rule in marked:

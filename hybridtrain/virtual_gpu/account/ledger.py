@@ -1,4 +1,4 @@
-"""A ledger of every storage: who allocated it, for what, how many bytes, until when.
+"""A ledger of every storage: its allocator, purpose, bytes and lifetime.
 
 It watches the dispatcher, so it sees the same ops on meta tensors (a dry run), on the CPU (a run with real arithmetic)
 and on CUDA. The rule not to break: storages are watched through weak references, and the ledger never keeps one alive.
@@ -56,11 +56,11 @@ class OpRecord:
     shape: tuple[int, int, int] | None = None
     """Rows, columns and inner dimension of a matmul; the rows of a batch count together."""
     link_seconds: float = 0.0
-    """Of a collective: how long it keeps the link."""
+    """Seconds for which a collective occupies the link."""
 
 
 def _placed(record: OpRecord, event: int, stage: Stage, unit: str, waits: tuple[int, ...]) -> OpRecord:
-    """Return an op of the compute lane at another place."""
+    """Return an op of the compute lane renumbered."""
     return OpRecord(
         record.name, event, stage, unit, record.is_matmul, record.flops, record.bytes_moved, record.dtype,
         Lane.COMPUTE, waits, record.shape,
@@ -91,7 +91,7 @@ class LedgerTrace:
     cache_releases: tuple[int, ...] = ()
     """Events before which the caching allocator was emptied."""
     streams: tuple[int, ...] = ()
-    """On which stream each storage was allocated, whose cache serves no other; empty: all on the first."""
+    """Stream of each storage's allocation, whose cache serves no other; empty: all on the first."""
 
     def stream_of(self, storage: int) -> int:
         """Return the stream that a storage was allocated on."""
@@ -126,7 +126,7 @@ class Peak:
 
 
 def find_peak(trace: LedgerTrace, events: range) -> Peak:
-    """Return the first moment of greatest live bytes within ``events``, and who held them.
+    """Return the first moment of greatest live bytes within ``events``, and their holders.
 
     >>> with StorageLedger() as ledger:
     ...     ledger.begin_step()
@@ -181,7 +181,7 @@ _TAPE = (
     "live_bytes", "peak_bytes", "_next_index", "_sizes", "_classes", "_units", "_events", "_ops", "_last_compute",
     "_joined",
 )  # fmt: skip
-"""What a ledger has written down."""
+"""The recorded effects of a ledger."""
 
 
 class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -227,7 +227,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Say that nothing here is ever compiled: the default wrapper imports torch._dynamo, 0.9 s of a dry run."""
+        """Return False: nothing here is compiled, and the default wrapper imports torch._dynamo, 0.9 s of a dry run."""
         return False
 
     def __torch_dispatch__(self, func: Op, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -253,7 +253,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def region(self, stage: Stage, unit: str) -> Iterator[None]:
-        """Give the storages allocated inside to ``unit`` and to the default class of ``stage``."""
+        """Assign the storages allocated inside to ``unit`` and to the default class of ``stage``."""
         outer = (self._stage, self._unit)
         self._stage, self._unit = stage, unit
         try:
@@ -269,7 +269,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._units[found[0]] = unit
 
     def repeat(self, work: Work) -> tuple[Tensor, ...]:
-        """Do work, or write down what it did before where no operand has values; return its results.
+        """Do work, or record its earlier effect again where no operand has values; return its results.
 
         Of tensors that it makes only its results may outlive it.
         """
@@ -284,9 +284,9 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], Held | None]:
-        """Do work that keeps tensors for ``repeat_backward``, or write down what it did before.
+        """Do work that keeps tensors for ``repeat_backward``, or record its earlier effect again.
 
-        It is written down only where a backward pass of it is known; its results then have no graph.
+        It is only recorded where its backward pass is known; the results then have no graph.
         """
         key = work.full_key(self._stage) if self._record else None
         if key is None:
@@ -309,7 +309,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands: Sequence[Tensor],
         differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
-        """Let go of what ``repeat_forward`` kept, or write that down; return the results.
+        """Run or record the backward pass of ``repeat_forward``, releasing its tensors; return the results.
 
         Args:
             held: What ``repeat_forward`` returned.
@@ -335,7 +335,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _learn(
         self, work: Work, inherited: tuple[int, ...] = ()
     ) -> tuple[tuple[Tensor, ...], Piece | None, tuple[int, ...]]:
-        """Do work; return its results, what it did if that can be written down, and storages that it keeps."""
+        """Do work; return its results, its recorded effect if it is repeatable, and the storages that it keeps."""
         storage, event, op = len(self._sizes), len(self._events), len(self._ops)
         joined = tuple(self._joined)
         results = work.do()
@@ -383,7 +383,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _learn_apart(
         self, held: Held, operands: Sequence[Tensor], differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
     ) -> Piece:
-        """Do both passes where nobody counts; return what the backward pass did."""
+        """Do both passes uncounted; return the effect of the backward pass."""
         mark = held.work.mark()
         outside = {name: getattr(self, name) for name in _TAPE}
         number = len(self._alive)
@@ -396,14 +396,14 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del outputs, work
         finally:
             vars(self).update(outside)
-        assert piece is not None, "a backward pass that was written down before can be written down again"
-        assert len(self._alive) == number, "what nobody counted is gone"
+        assert piece is not None, "a recorded backward pass can be recorded again"
+        assert len(self._alive) == number, "uncounted storages are freed"
         return piece
 
     def _write_down(
         self, piece: Piece, work: Work, inherited: tuple[int, ...] = ()
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Enter what work would have done; return its results, and the storages that it keeps."""
+        """Record the effect that work would have had; return its results, and the storages that it keeps."""
         first, event, stage, unit = self._next_index, len(self._events), self._stage, self._unit
         count = len(piece.sizes)
         places = [*inherited, *range(first, first + count)]
@@ -456,12 +456,12 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._last_compute
 
     def join(self, op: int) -> None:
-        """Let the next op of the compute lane wait for ``op``."""
+        """Make the next op of the compute lane wait for ``op``."""
         if self._record and op >= 0:
             self._joined.append(op)
 
     def begin_step(self) -> None:
-        """Mark the beginning of an optimizer step, and let ``peak_bytes`` start from what is live now."""
+        """Mark the beginning of an optimizer step, and reset ``peak_bytes`` to the live bytes."""
         if self._record:
             self._steps.append(StepMark(len(self._events), len(self._ops)))
         self.peak_bytes = self.live_bytes
@@ -513,7 +513,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._events.append(~index)
 
     def _is_counted(self, args: Args, kwargs: Kwargs | None, out: Any) -> bool:
-        """Return whether an op has anything to do with the device that is counted."""
+        """Return whether an op involves the device that is counted."""
         tensors = tensors_in([*args, *(kwargs or {}).values(), out])
         return any(tensor.device.type == self._device for tensor in tensors)
 

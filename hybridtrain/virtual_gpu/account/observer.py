@@ -1,5 +1,5 @@
 # ruff: noqa: ARG002  an observer that counts nothing takes the same
-"""The seam between the engine, which knows what a tensor is for, and whoever counts its bytes."""
+"""The interface between the engine, which knows each tensor's purpose, and the ledgers that count its bytes."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class Stage(StrEnum):
-    """What the step is doing."""
+    """The stage of a step."""
 
     BUILD = "build"
     LOAD = "load"
@@ -24,7 +24,7 @@ class Stage(StrEnum):
 
 
 class Lane(StrEnum):
-    """What runs beside what: each lane does its work in order, lanes wait for each other where they say so."""
+    """Lanes that run in parallel: each works in order, and waits for others only where recorded."""
 
     COMPUTE = "compute"
     COPY_IN = "copy in"
@@ -37,14 +37,14 @@ class Lane(StrEnum):
 
 
 class MemoryObserver(Protocol):
-    """Told where the step stands and what its tensors are for. The methods here count nothing."""
+    """Observes the progress of a step and the purpose of its tensors. The methods here count nothing."""
 
     def region(self, stage: Stage, unit: str) -> AbstractContextManager[None]:
-        """Say that what follows belongs to ``stage`` of ``unit``."""
+        """Assign what follows to ``stage`` of ``unit``."""
         return nullcontext()
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
-        """Say what the storage of ``tensor`` is for, from its allocation on."""
+        """Set the purpose of the storage of ``tensor``, from its allocation on."""
         return
 
     def repeat(self, work: Work) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ class MemoryObserver(Protocol):
         return work.do()
 
     def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], Held | None]:
-        """Likewise do work that keeps tensors until ``repeat_backward``; results may have no graph."""
+        """Do work that keeps tensors until ``repeat_backward``; results may have no graph."""
         return work.do(), None
 
     def repeat_backward(
@@ -64,15 +64,15 @@ class MemoryObserver(Protocol):
         operands: Sequence[Tensor],
         differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
-        """Do what lets go of it: ``differentiate`` gets the results of a forward pass only if that was done again."""
+        """Do the backward pass; ``differentiate`` gets the results of a forward pass only if that was done again."""
         return differentiate(())
 
     def cast(self, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
-        """Say that values of one element type were written in another, or in the same one."""
+        """Record a copy of values to another element type, or to the same one."""
         return
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
-        """Say that ``lane`` moves bytes once the named ops are done; return the number of this op."""
+        """Record a transfer on ``lane`` after the named ops; return the number of this op."""
         return 0
 
     def mark(self) -> int:
@@ -80,7 +80,7 @@ class MemoryObserver(Protocol):
         return 0
 
     def join(self, op: int) -> None:
-        """Say that the next op on the compute lane waits for ``op``."""
+        """Make the next op on the compute lane wait for ``op``."""
         return
 
 

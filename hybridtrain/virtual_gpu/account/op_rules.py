@@ -1,4 +1,4 @@
-"""What the ledger must know of an op: its arithmetic, traffic and scratch, and what it returns on meta tensors.
+"""Rules of ops for the ledger: arithmetic, traffic, scratch, and results on meta tensors.
 
 Figures are per call; bytes of traffic are read plus written.
 """
@@ -66,7 +66,7 @@ _SCRATCH_RULES: dict[Op, ScratchRule] = {}
 
 
 def register_scratch(func: Op, rule: ScratchRule) -> None:
-    """Say how much a CUDA kernel takes from the allocator inside one op, where no dispatcher sees it.
+    """Register the scratch that a CUDA kernel allocates inside one op, unseen by the dispatcher.
 
     The rule is the kernel's own. It is counted on every device, so that a CPU run, a dry run and a plan speak of the
     same bytes. Whoever owns an op registers its rule once, beside the op or where it is used:
@@ -88,14 +88,14 @@ def scratch_bytes(func: Op, args: Sequence[Any]) -> int:
 
 OpKey = tuple[Hashable, ...]
 _Answer = Callable[[Args, Kwargs], Any]
-"""What an op returns, from its arguments."""
+"""Makes an op's results from its arguments."""
 _NUMBERS = frozenset({float, int})
 _DRAWN = _ATEN.normal_.default
 """Known from the start: torch's own rule for meta tensors imports torch._dynamo, a second of a dry run."""
 
 
 class MetaCache:
-    """Calls ops, or answers for them: on meta tensors the same few shapes are asked for thousands of times.
+    """Cache of ops' results on meta tensors, where the same few shapes come up thousands of times.
 
     Only shapes, strides and dtypes are remembered, and only of ops that return nothing of their inputs' memory but an
     operand whose values they changed; a remembered op makes the same storages in the same order as the op itself.
@@ -162,7 +162,7 @@ def op_key(func: Op, args: Args, kwargs: Kwargs) -> OpKey | None:
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What torch's schema and tags say of an op."""
+    """Traits of an op by torch's schema and tags."""
 
     func: Op
     """Kept: its identity is the key of all that is remembered of it, for its hash is a call of Python's."""
@@ -229,7 +229,7 @@ def _same(place: int | str) -> _Answer:
 
 
 def _changed(out: Any, args: Args, kwargs: Kwargs) -> _Answer | None:
-    """Return which operand an op gave back; None when it must be called every time."""
+    """Return the operand that an op gave back; None when it must be called every time."""
     if out is None:
         return lambda _args, _kwargs: None
     operands: Iterator[tuple[int | str, Any]] = chain(enumerate(args), kwargs.items())

@@ -1,4 +1,4 @@
-"""Work that is the same each time: what it did is kept, and written down in its place where no tensor has values.
+"""Repeated work: its recorded effect replaces it where no tensor has values.
 
 A model's blocks are alike, so a dry run computes one of them and writes down the others. A piece knows nothing of where
 it came from: storages count from its first, those of an earlier piece that it lets go come before.
@@ -21,7 +21,7 @@ class SharedMemory(Protocol):
     """Memory outside of any tensor that decides what work has to do, and is changed by it."""
 
     def mark(self) -> Hashable:
-        """Return a hashable key of what it holds: equal keys, equal work."""
+        """Return the hashable state key: equal keys, equal work."""
         ...
 
     def restore(self, mark: Hashable) -> None:
@@ -31,7 +31,7 @@ class SharedMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Something to be done, of which equal keys and equal shapes of operands make everything equal but values."""
+    """Repeatable work: equal keys and operand shapes imply equal effects, except for values."""
 
     do: Callable[[], tuple[Tensor, ...]]
     """Returns new tensors."""
@@ -50,7 +50,7 @@ class Work:
             self.memory.restore(mark)
 
     def full_key(self, *more: Hashable) -> Hashable:
-        """Return everything that decides what is done; None: it is done each time."""
+        """Return the full key of the work's effect; None: it is done each time."""
         key = self.key()
         if key is None or not all(tensor.is_meta for tensor in self.operands):
             return None
@@ -63,7 +63,7 @@ class Result:
     """A tensor that work gave back."""
 
     storage: int
-    """-1: one without bytes, which nobody counts."""
+    """-1: one without bytes, which is not counted."""
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -77,10 +77,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What work did, counted from its beginning."""
+    """The recorded effect of work, counted from its beginning."""
 
     inherited: int
-    """Storages of an earlier piece that are let go: numbers below this."""
+    """Storages of an earlier piece that are freed: numbers below this."""
     sizes: tuple[int, ...]
     classes: tuple[TensorClass, ...]
     events: tuple[int, ...]
@@ -94,7 +94,7 @@ class Piece:
     net_bytes: int
     """Live at the end more than at the beginning."""
     mark: Hashable
-    """What the shared memory holds at the end."""
+    """State key of the shared memory at the end."""
 
     @property
     def lets_go(self) -> bool:
@@ -120,4 +120,4 @@ class Held:
     kept: tuple[int, ...]
     """Storages of the ledger."""
     is_written: bool
-    """Whether it was written down; else it was done, and there is a graph."""
+    """Whether it was only recorded; else it was done, and there is a graph."""

@@ -1,10 +1,10 @@
-"""What a storage on the card is for."""
+"""The purposes of storages on the card."""
 
 from enum import StrEnum
 
 
 class TensorClass(StrEnum):
-    """What a storage on the card is for. The first five have a cell in the memory plan."""
+    """The purpose of a storage on the card. The first five have a cell in the memory plan."""
 
     WEIGHT = "weight"
     """Parameters as the forward pass reads them."""

@@ -21,7 +21,7 @@ ArgumentValue = str | int | float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Something that a stream did for a while.
+    """A span of work on a stream.
 
     Raises:
         ValueError: A time is not finite, or the duration is negative.

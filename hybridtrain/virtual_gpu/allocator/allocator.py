@@ -154,7 +154,7 @@ class CachingAllocator(SegmentCache):
         return block.address
 
     def free(self, address: int) -> None:
-        """Give a block back; it is free at once, unless other streams used it.
+        """Free a block; it is free at once, unless other streams used it.
 
         Raises:
             ValueError: No block in use starts at ``address``.
@@ -189,7 +189,7 @@ class CachingAllocator(SegmentCache):
             block.uses = {stream, *(block.uses or ())}
 
     def complete_stream(self, stream: int) -> None:
-        """Say that all work queued on ``stream`` so far is done; blocks that waited for it alone become free.
+        """Mark all work queued on ``stream`` as done; blocks that waited for it alone become free.
 
         Torch notices at its next ``malloc``; no peak depends on the difference.
         """
@@ -212,9 +212,9 @@ class CachingAllocator(SegmentCache):
         self.peak_reserved_bytes = self.reserved_bytes
 
     def adopt(self, segments: Iterable[Segment]) -> None:
-        """Take over classic segments as another allocator held them, before anything is asked of this one.
+        """Take over another allocator's classic segments, before the first request.
 
-        A block that was freed and waits for a stream counts as allocated: which stream is not told.
+        A block that was freed and waits for a stream counts as allocated: its stream is unknown.
         """
         for segment in segments:
             pool = self.small if segment.is_small else self.large

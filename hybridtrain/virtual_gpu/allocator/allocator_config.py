@@ -22,7 +22,7 @@ _SIZES = frozenset({"large_segment_size", "max_split_size", "max_non_split_round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
-    """What ``PYTORCH_ALLOC_CONF`` sets, with the same limits.
+    """The settings of ``PYTORCH_ALLOC_CONF``, with the same limits.
 
         >>> AllocatorConfig(expandable_segments=True, max_split_size=64 * 2**20).to_environment()
         'expandable_segments:True,max_split_size_mb:64'
@@ -76,7 +76,7 @@ class AllocatorConfig:
             raise ValueError(f"{name}: {value} is too small; reach large_segment_size, {self.large_segment_size}.")
 
     def allows_reuse(self, size: int, block_size: int) -> bool:
-        """Tell whether a cached block may serve a rounded size: oversize blocks serve oversize sizes only."""
+        """Return whether a cached block may serve a rounded size: oversize blocks serve oversize sizes only."""
         limit = self.max_split_size
         if limit is None:
             return True
@@ -85,7 +85,7 @@ class AllocatorConfig:
         return block_size < size + self.max_non_split_rounding
 
     def splits(self, size: int, remaining: int, *, is_small: bool) -> bool:
-        """Tell whether a block that serves ``size`` bytes gives its ``remaining`` bytes back to the pool."""
+        """Return whether a block that serves ``size`` bytes returns its ``remaining`` bytes to the pool."""
         if is_small or self.expandable_segments:
             return remaining >= MIN_BLOCK_BYTES
         return remaining > SMALL_LIMIT_BYTES and (self.max_split_size is None or size < self.max_split_size)

@@ -32,7 +32,7 @@ _SKIPPED = frozenset({"oom", "snapshot", "workspace_snapshot", "user_defined"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedDevice:
-    """What one device of a snapshot held, and how it came about."""
+    """One device of a snapshot: its segments, and the events before."""
 
     segments: tuple[Segment, ...]
     events: tuple[AllocatorEvent, ...]
@@ -178,7 +178,7 @@ class _Past:
         self.addresses = sorted(self.in_use)
 
     def undo(self, event: AllocatorEvent) -> None:
-        """Go back behind one event."""
+        """Undo one event."""
         match event.action:
             case "alloc":
                 self._require(event, event.address in self.in_use)

@@ -21,7 +21,7 @@ UnitBytes = dict[tuple[TensorClass, str], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldMemory:
-    """The allocator's bytes at one moment, and who holds them."""
+    """The allocator's bytes at one moment, and their holders."""
 
     step: int
     """Counted from 1; 0 while the model is being built."""
@@ -34,7 +34,7 @@ class HeldMemory:
     reserved_bytes: int
     """``torch.cuda.memory_reserved``: segments taken from the driver."""
     by_class: ClassBytes
-    """Who holds the allocated bytes."""
+    """Holders of the allocated bytes."""
     by_unit: UnitBytes
 
 
@@ -59,7 +59,7 @@ class OutOfMemory(HeldMemory):
     def of(
         cls, refusal: AllocatorOutOfMemory, step: int, place: tuple[Stage, str], held: tuple[ClassBytes, UnitBytes]
     ) -> Self:
-        """Return a refusal with where the code stood, and who held the allocated bytes."""
+        """Return a refusal with stage, unit and holders of the allocated bytes."""
         return cls(
             step=step, stage=place[0], unit=place[1], requested_bytes=refusal.requested_bytes,
             allocated_bytes=refusal.allocated_bytes, reserved_bytes=refusal.reserved_bytes,
@@ -69,7 +69,7 @@ class OutOfMemory(HeldMemory):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What the allocator did with a whole trace."""
+    """The result of replaying a whole trace."""
 
     steps: tuple[StepMemory, ...]
     oom: OutOfMemory | None
@@ -151,7 +151,7 @@ def first_matmuls(trace: LedgerTrace) -> list[int]:
 
 
 class Player:
-    """Asks an allocator for what a trace tells."""
+    """Plays a trace's events on an allocator."""
 
     def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
         self._trace = trace
@@ -160,7 +160,7 @@ class Player:
         self._addresses: dict[int, int] = {}
 
     def _succeed(self, cycle: "Cycle") -> None:
-        """Let what a step left play the parts of what the next one finds."""
+        """Map the storages left by a step to those that the next step starts with."""
         self._addresses.update({old: self._addresses.pop(new) for old, new in cycle.successors.items()})
 
 
@@ -177,7 +177,7 @@ class _Run(Player):
         self._segments: tuple[Segment, ...] = ()
 
     def play(self) -> OutOfMemory | None:
-        """Run until the end or the first refusal."""
+        """Play the trace to its end or the first refusal."""
         starts = [mark.event for mark in self._trace.steps]
         matmuls = first_matmuls(self._trace)
         releases = iter((*self._trace.cache_releases, None))
@@ -207,7 +207,7 @@ class _Run(Player):
         return None
 
     def repeat(self, count: int) -> OutOfMemory | None:
-        """Run the last step so many times more; its reserved bytes become the largest of all."""
+        """Repeat the last step; its reserved bytes become the largest of all."""
         allocator, history = self._allocator, self._allocator.history
         if history is not None:
             self._segments = allocator.segments()
@@ -235,7 +235,7 @@ class _Run(Player):
         return None
 
     def finish(self, oom: OutOfMemory | None) -> Replay:
-        """Return everything that was found; after a refusal only the steps that ended."""
+        """Return the replay's results; after a refusal, only those of completed steps."""
         steps = []
         for number, peaks in enumerate(self._steps[1:], 1):
             event = peaks.pop("event")
@@ -293,7 +293,7 @@ class _Run(Player):
         return place
 
     def _holders(self, event: int, *, workspaces_before: int | None = None) -> tuple[ClassBytes, UnitBytes]:
-        """Return who holds what after ``event``, with the workspaces taken until then or until a later event."""
+        """Return the holders of bytes after ``event``, with the workspaces taken until then or until a later event."""
         by_class, by_unit = holders(self._trace, event, self._block_bytes)
         until = event if workspaces_before is None else workspaces_before
         size = sum(size for first, size in self._workspaces if first <= until)
@@ -316,7 +316,7 @@ class _Run(Player):
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """The last step as one that can follow itself."""
+    """The last step as a repeatable cycle."""
 
     body: range
     """Its events up to its last allocation."""
@@ -327,14 +327,14 @@ class Cycle:
 
 
 class Settled:
-    """Tells when a repeated step has nothing new to ask: allocator and storages are as they were before it."""
+    """Detects that repeated steps have settled: allocator and storages equal those before the step."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
         self._before: object = None
 
     def now(self, addresses: Mapping[int, int]) -> bool:
-        """Return whether all is as at the last call; ``addresses`` by storage, as the next step finds them."""
+        """Return whether the state equals the last call's; ``addresses`` by storage, as the next step finds them."""
         layout = self._allocator.layout()
         before = self._before
         self._before = None if layout is None else (layout, dict(addresses), self._allocator.num_alloc_retries)

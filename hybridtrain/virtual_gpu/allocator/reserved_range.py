@@ -1,4 +1,4 @@
-"""By how much reserved bytes move when a run is not quite the one that was planned: the same trace, replayed otherwise.
+"""The range of reserved bytes when a run differs slightly from its plan: the same trace, replayed with changes.
 
 Allocated bytes of a step do not depend on what came before it; reserved ones do, for the allocator keeps what earlier
 requests left. So the events of a dry run are played again in another order: no model is run a second time. What is
@@ -6,7 +6,7 @@ changed, and why it happens:
 
     driver       segments at falling addresses, as CUDA places most of them; of equal blocks another one is taken
     evaluation   a forward pass alone before the first step, whose tensors leave their segments cached
-    more steps   the last step four more times: what fragments keeps fragmenting; not told of plans that hold them
+    more steps   the last step four more times: what fragments keeps fragmenting; omitted for plans that hold them
     lengths      steps of other sequence lengths before, between and after (1/2 to 7/8 of the longest), in rising and in
                  mixed order; what scales is what a step allocates and frees of activations and block inputs
 """
@@ -41,7 +41,7 @@ class ReservedRange:
     end is not what it began with cannot be repeated."""
     lengths_fit: bool | None = None
     """Whether steps of other lengths run under the card's cap, where it gives cached segments back; None where
-    nobody asked, or they take little more than steps of one length."""
+    not tested, or they take little more than steps of one length."""
 
     @property
     def margin_bytes(self) -> int:
@@ -55,7 +55,7 @@ class ReservedRange:
         return found | ({} if self.lengths_fit is None else {"lengths_fit": self.lengths_fit})
 
     def as_text(self) -> str:
-        """Return a line for a reader."""
+        """Return one line of text."""
         moves = {change: size - self.planned_bytes for change, size in self.by_change.items()}
         told = ", ".join(f"{change} {_signed(moved)}" for change, moved in moves.items() if change != LENGTHS)
         lengths = f"; steps of mixed lengths {_signed(moves[LENGTHS])}" if LENGTHS in moves else ""
@@ -88,7 +88,7 @@ def reserved_range(
         config: Allocator settings.
         repeats: How often the last step is repeated in the plan itself, as ``replay_trace`` does.
         with_lengths: Try steps of other lengths too, which take most of the time.
-        planned_bytes: What the trace as it is reserves at most, where a replay with these settings has told already.
+        planned_bytes: Peak reserved bytes of the unchanged trace, where a replay with these settings is known.
         capacity_bytes: Of the card, under which steps of other lengths are tried where they reserve much more; None:
             they are not.
     """
@@ -158,7 +158,7 @@ class _Run(Player):
         return {index: max(1, int(length * self._trace.sizes[index])) for index in scaled}
 
     def _evaluate(self) -> None:
-        """Play the first step until its backward pass begins, let go of what it made, and keep what it did not."""
+        """Play the first step until its backward pass begins, then free the storages that it made."""
         trace, start = self._trace, self._trace.steps[0]
         backward = (op.event for op in trace.ops[start.op :] if op.stage in {Stage.BACKWARD, Stage.UPDATE})
         events = range(start.event, next(backward, trace.step_range(0).stop))

@@ -84,7 +84,7 @@ def falling(end: int = FIRST_ADDRESS) -> Placement:
 
 
 class BlockState(StrEnum):
-    """What a block is at the moment; the first three are the names in torch's memory snapshots."""
+    """The state of a block; the first three are the names in torch's memory snapshots."""
 
     ACTIVE_ALLOCATED = "active_allocated"
     ACTIVE_PENDING_FREE = "active_pending_free"
@@ -400,7 +400,7 @@ class SegmentCache:
             unsplit = [block for block in unsplit if searches - block.free_since < mean_age]
 
     def release_oversize(self, pool: FreePool, size: int, stream: int) -> bool:
-        """Release just enough oversize blocks of the stream for ``size`` bytes; tell whether it worked."""
+        """Release just enough oversize blocks of the stream for ``size`` bytes; return whether it worked."""
         limit = self.config.max_split_size
         if limit is None or self._ranges is not None:
             return False

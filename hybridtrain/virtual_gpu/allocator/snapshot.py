@@ -94,7 +94,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
 
 @dataclass(slots=True)
 class _EndState:
-    """Where a history leads."""
+    """The state at the end of a history."""
 
     reserved_bytes: int = 0
     in_use: dict[int, AllocatorEvent] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a real card's allocator did, asked of the model again: the same requests, from the same start.
+"""Replays of a real card's allocator history through the model: the same requests, from the same start.
 
 Two questions. **With the driver's addresses** every event must be as recorded: nothing is left to chance. **With
 addresses of our own**, as a plan has them, equal blocks may be chosen in another order, and reserved bytes may differ.
@@ -27,7 +27,7 @@ _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Where a replay ended, in bytes."""
+    """The end of a replay, in bytes."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotReplay:
-    """One device's record against the model."""
+    """Comparison of one device's record with the model."""
 
     recorded: Outcome
     at_their_addresses: Outcome
@@ -58,7 +58,7 @@ class SnapshotReplay:
 
 
 def lawful_blocks(device: RecordedDevice) -> tuple[int, int]:
-    """Return how many blocks in use have the size that the model gives their request, and how many there are.
+    """Return the number of blocks in use whose size matches the model's, and the number of all.
 
     A block is its request, rounded, and the rest behind it that the rules do not cut off.
     """
@@ -121,7 +121,7 @@ def _plain(segments: Sequence[Segment]) -> list[tuple[object, ...]]:
 
 
 class _Run:
-    """The model on a record's requests."""
+    """Runs the model on a record's requests."""
 
     def __init__(self, device: RecordedDevice, start: Sequence[Segment], place: Callable[[], Placement] | None) -> None:
         self._elsewhere = None if place is None else place()
@@ -145,7 +145,7 @@ class _Run:
             before = event.action
 
     def outcome(self) -> Outcome:
-        """Return where it ended."""
+        """Return the replay's end state."""
         return Outcome(
             allocated_bytes=self.allocator.allocated_bytes,
             reserved_bytes=self.allocator.reserved_bytes,
@@ -174,7 +174,7 @@ class _Run:
                 allocator.complete_stream(self._pending.pop(event.address))
 
     def _free_pending(self, start: Sequence[Segment]) -> None:
-        """Free what waited for another stream when the record began."""
+        """Free the blocks that waited for another stream when the record began."""
         pending = [b for segment in start for b in segment.blocks if b.state is BlockState.ACTIVE_PENDING_FREE]
         for block in pending:
             self._free(block.address, waits=True)

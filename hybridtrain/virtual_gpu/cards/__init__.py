@@ -1,1 +1,1 @@
-"""Cards, the links between them, and how long a step lasts on them."""
+"""Cards, the links between them, and the time of a step on them."""

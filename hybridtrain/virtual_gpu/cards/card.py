@@ -18,7 +18,7 @@ large context and libraries are (published figures of one card differ by up to 1
 display takes 0.2 to 0.5 GiB, 1 to 3 % of 16 GB (assumed).
 """
 NOT_FOUND = "not found"
-"""A source that was looked for; as good as none."""
+"""The mark of a source that was searched for in vain."""
 _KEPT_MIB, _KEPT_SHARE = 384, 0.01
 """What CUDA keeps of nvidia-smi's total where it is not known: no card with a source keeps as much."""
 _HOPPER = 9
@@ -111,7 +111,7 @@ class Card:
 
     @property
     def allocator_capacity_bytes(self) -> int:
-        """What is left for the allocator."""
+        """The bytes left for the allocator."""
         return self.memory_bytes - self.context_bytes
 
     @property
@@ -120,18 +120,18 @@ class Card:
         return round(MARGIN_SHARE * self.memory_bytes)
 
     def verdict(self, used_bytes: float, *, fits: bool = True) -> FitVerdict:
-        """Return whether a plan fits, of which the card gives ``used_bytes``, context included."""
+        """Return whether a plan of ``used_bytes``, context included, fits."""
         if not fits:
             return FitVerdict.NO
         return FitVerdict.FITS if used_bytes <= self.memory_bytes - self.margin_bytes else FitVerdict.BARELY
 
     def told(self, verdict: FitVerdict) -> str:
-        """Return a verdict for a reader; one that is within the margin says how large that is."""
+        """Return a verdict as text, with the margin's size where only that is exceeded."""
         return f"{MARGIN_TOLD} ({format_bytes(self.margin_bytes)})" if verdict is FitVerdict.BARELY else verdict.value
 
     @property
     def source_note(self) -> str:
-        """Say which figures of the card have no source; empty: all have one."""
+        """Return a sentence on the card's figures without a source; empty: all have one."""
         figures = (
             (f"capacity ({format_bytes(self.memory_bytes)})", self.memory_source),
             (f"CUDA context ({format_bytes(self.context_bytes)})", self.context_source),
@@ -211,13 +211,13 @@ class Host:
     """Facts about a machine. The defaults are a desktop with two channels of DDR5 and one PCIe 4.0 drive (assumed)."""
 
     memory_gib: float | None = None
-    """None: as much as a run asks for."""
+    """None: unlimited."""
     reserved_gib: float = 4.0
     """Of the memory: what system, libraries and the process itself take beside tensors (assumed)."""
     memory_gbps: float = 60.0
-    """GB/s of host memory, read and written together; an update on the host is bound by it."""
+    """GB/s of host memory, read and written together; the bottleneck of an update on the host."""
     disk_gib: float | None = None
-    """Free space; None: as much as a run asks for."""
+    """Free space; None: unlimited."""
     disk_gbps: float = 4.0
     """GB/s of the drive, one direction at a time."""
 
@@ -229,7 +229,7 @@ class Host:
         require_no(faults)
 
     def shared(self, ranks: int) -> "Host":
-        """Return the machine as each of so many ranks finds it that use its memory and its disk alike."""
+        """Return one rank's equal share of the machine's memory and disk."""
         if ranks == 1:
             return self
         return replace(self, **{name: value / ranks for name, value in asdict(self).items() if value is not None})

@@ -1,4 +1,4 @@
-"""What joins cards, and how long a collective takes on it.
+"""Links between cards, and the time of collectives on them.
 
 Bytes are those of ring algorithms, per rank and direction (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
 Collective Communication Operations in MPICH", 2005; nccl-tests, doc/PERFORMANCE.md): of S bytes that all ranks have
@@ -21,7 +21,7 @@ from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, r
 
 
 class Collective(StrEnum):
-    """What ranks do together."""
+    """The kinds of collectives."""
 
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
@@ -56,7 +56,7 @@ class Link:
     hop_seconds: float
     """Of one step of a ring."""
     share: float = 0.8
-    """Of the rate, that is reached."""
+    """Share of the rate that is reached."""
 
     def __post_init__(self) -> None:
         require_no(figure_faults(self, above_0=("gbps", "share"), at_least_0=("hop_seconds",)))
@@ -67,7 +67,7 @@ class Link:
         return rate * self.share
 
     def seconds(self, kind: Collective, total_bytes: int, ranks: int, card: Card) -> float:
-        """Return how long a collective keeps the link.
+        """Return the seconds for which a collective occupies the link.
 
         >>> from hybridtrain.virtual_gpu.cards.card import find_card
         >>> link = Link(gbps=100.0, hop_seconds=1e-6, share=1.0)
@@ -94,7 +94,7 @@ def find_link(name: str) -> Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Which of how many cards.
+    """A rank's number, the number of cards, and their machines.
 
     Raises:
         ValueError: There is no such rank.
@@ -115,7 +115,7 @@ class World:
         if not faults and not 0 <= self.rank < self.size:
             faults.append(f"rank: {self.rank} is not a rank of {self.size}; give one from 0 to {self.size - 1}")
         require_no(faults)
-        find_link(self.link), find_link(self.network)  # a wrong name is told at once
+        find_link(self.link), find_link(self.network)  # a wrong name fails at once
 
     @property
     def local_size(self) -> int:
@@ -138,7 +138,7 @@ class World:
         return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
     def seconds(self, kind: Collective, total_bytes: int, ranks: int, card: Card) -> float:
-        """Return how long a collective keeps the link of each of its ranks.
+        """Return the seconds for which a collective occupies the link of each of its ranks.
 
         A group within a machine takes its link; one across machines is as fast as the slower, every card sending.
         """

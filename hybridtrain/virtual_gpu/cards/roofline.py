@@ -29,7 +29,7 @@ from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, read_catalogu
 
 
 class Bound(StrEnum):
-    """What a step's time is spent on."""
+    """The bottleneck of a step."""
 
     COMPUTE = "compute"
     """Matmuls and attention at the arithmetic limit."""
@@ -70,7 +70,7 @@ class Efficiency:
     bus: float = 0.80
     """Of the theoretical bus rate: about 25 of 31.5 GB/s on PCIe 4.0 x16."""
     launch_seconds: float = 4e-6
-    """Time in which the program issues a kernel."""
+    """Time to issue a kernel."""
     kernel_seconds: float = 2e-6
     """Shortest time that a kernel or a copy takes."""
 
@@ -95,8 +95,8 @@ def _efficiencies() -> dict[str, Efficiency]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedAccuracy:
-    """How far estimated tokens/s are from recorded ones that were left out of the fit: their ratio less 1."""
+class TimeError:
+    """The error of estimated tokens/s against recorded ones that were left out of the fit: their ratio less 1."""
 
     runs: int
     mean: float
@@ -131,7 +131,7 @@ class TimedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """How long one optimizer step takes."""
+    """The time of one optimizer step, and its parts."""
 
     seconds: float
     """Until every lane has done its work."""
@@ -148,7 +148,7 @@ class StepTime:
 
     @property
     def bound(self) -> Bound:
-        """The largest share."""
+        """The bottleneck: the largest share."""
         return max(self.seconds_by_bound, key=lambda bound: self.seconds_by_bound[bound])
 
 
@@ -230,7 +230,7 @@ _CACHED_SHARE = 4
 
 
 class Rates:
-    """What one card and machine reach in practice."""
+    """The rates that one card and machine reach in practice."""
 
     def __init__(self, card: Card, host: Host, efficiency: Efficiency) -> None:
         self._card, self._efficiency = card, efficiency
@@ -244,7 +244,7 @@ class Rates:
         self._shares: dict[tuple[int, int, int], float] = {}
 
     def duration(self, op: OpRecord, beside: Sequence[Lane]) -> tuple[float, Bound]:
-        """Return the seconds an op keeps its lane, and what limits it.
+        """Return the seconds for which an op occupies its lane, and its bottleneck.
 
         Args:
             op: The op.

@@ -1,1 +1,1 @@
-"""CUDA for code that believes it has a card."""
+"""CUDA of a virtual card for unmodified code."""

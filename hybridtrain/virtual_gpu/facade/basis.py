@@ -1,4 +1,4 @@
-"""What the plan of a script rests on: versions, what was seen of a run, and what went otherwise than on a card."""
+"""The basis of a script's plan: versions, observations of the run, and differences from a real card."""
 
 import statistics
 import sys
@@ -13,7 +13,7 @@ _PACKAGES = (
     "torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "torchao", "diffusers", "timm", "lightning",
     "pytorch_lightning", "torchtune", "litgpt", "deepspeed", "liger_kernel", "flash_attn", "xformers", "unsloth",
 )  # fmt: skip
-"""Those whose version decides how many bytes a step takes."""
+"""Packages whose version affects the bytes of a step."""
 _PLACES_SHOWN = 3
 _LIFE = 3
 """Steps until whose third beginning variables may hold what one made: a loss holds the batch of the step before."""
@@ -23,7 +23,7 @@ NUM_STEPS_OF_GROWTH = 2 + _LIFE
 
 @dataclass(slots=True, kw_only=True)
 class Noted:
-    """What is noted of code that runs, beside its tensors."""
+    """Notes on running code, beside its tensors."""
 
     refusals: list[str] = field(default_factory=list)
     """What was refused to the code, in words: requests for memory, and sizes that depend on computed values. What
@@ -42,27 +42,27 @@ class Noted:
 
 @dataclass(slots=True, kw_only=True)
 class Seen(Noted):
-    """What a ledger notes as code runs."""
+    """A ledger's notes on running code."""
 
     made_at: dict[int, str] = field(default_factory=dict)
-    """Where storages of the third and later steps were made."""
+    """Code places that made storages of the third and later steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What each step leaves behind and nobody lets go of."""
+    """Memory that each step leaks."""
 
     bytes_per_step: int
     places: tuple[str, ...]
     """``file:line`` that made most of it, the largest first; empty where a run is too short to have noted them."""
 
     def full_at(self, num_steps: int, free_bytes: int) -> int:
-        """Return about which step is the last that finds memory, after so many steps that left so much free."""
+        """Return the approximate step at which memory is full, from the steps so far and the free bytes."""
         return num_steps + max(free_bytes, 0) // self.bytes_per_step
 
 
 def find_growth(trace: LedgerTrace, places: Mapping[int, str]) -> Growth | None:
-    """Find the bytes that each step leaves behind; None where there are none, or the run is too short to tell.
+    """Find the bytes that each step leaks; None where there are none, or the run is too short to tell.
 
     What a step allocated counts where it outlives the next two, and only as far as live bytes rose as well: so a queue
     of batches that are fetched ahead is no growth.
@@ -89,10 +89,10 @@ def find_growth(trace: LedgerTrace, places: Mapping[int, str]) -> Growth | None:
 
 @dataclass(slots=True, kw_only=True)
 class Basis(Noted):
-    """What was seen of a script, and what was not; each refusal and each place of compiled code once."""
+    """Observations of a script and their gaps; each refusal and each place of compiled code once."""
 
     versions: dict[str, str]
-    """Of the packages in use whose code decides what a step takes."""
+    """Versions of the packages in use that affect the memory of a step."""
     num_steps: int
     """Iterations in which every optimizer made its step."""
     has_state: bool
@@ -101,20 +101,20 @@ class Basis(Noted):
 
     @property
     def lower_bound(self) -> str:
-        """Why a run of this script takes more than what was planned; empty where it does not."""
+        """The reason why the plan is a lower bound; empty where it is none."""
         if not self.num_steps:
             return "no step of a torch.optim optimizer ran, whose state would come on top"
         return "" if self.has_state else "no whole step ran with the optimizer's state in memory; run more steps"
 
     @property
     def upper_bound(self) -> str:
-        """Why it takes less."""
+        """The reason why the plan is an upper bound; empty where it is none."""
         if not self.compiled:
             return ""
         return f"{_listed(self.compiled)} is planned as eager code, and compiled code needs less"
 
     def worth(self, *, fits: bool) -> list[str]:
-        """Return the caveats of a verdict: why the plan is a bound, and what went otherwise than on a card."""
+        """Return the caveats of a verdict: reasons why the plan is a bound, and differences from a real card."""
         found = []
         if self.lower_bound and fits:
             found.append(f"LOWER BOUND: {self.lower_bound}")
@@ -130,7 +130,7 @@ class Basis(Noted):
         return asdict(self) | {"lower_bound": self.lower_bound, "upper_bound": self.upper_bound}
 
     def as_text(self) -> str:
-        """Return a line for a reader."""
+        """Return one line of text."""
         seen = [
             _count(self.num_steps, "whole step") if self.num_steps else _count(self.num_backwards, "backward pass"),
             "evaluation" if self.num_evaluations else "no evaluation",
@@ -152,7 +152,7 @@ def growth_text(growth: Growth, num_steps: int, free_bytes: int) -> str:
     """Return the sentence about memory that grows."""
     made = f", made at {_listed(growth.places)}" if growth.places else ""
     return (
-        f"by {format_bytes(growth.bytes_per_step)} a step{made}; "
+        f"by {format_bytes(growth.bytes_per_step)} per step{made}; "
         f"if that goes on, the card is full at about step {growth.full_at(num_steps, free_bytes):,}"
     )
 

@@ -1,4 +1,4 @@
-"""What a run takes of a card: bytes by class, the peak, the time of a step. Bytes are planned, times estimated."""
+"""A run's use of a card: bytes by class, the peak, the time of a step. Bytes are planned, times estimated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class CardRun:
     card: Card
     trace: LedgerTrace
     uncapped: Replay
-    """The allocator without a cap: what the run would take."""
+    """The replay without a cap: the run's demand."""
     capped: Replay
-    """The allocator under the card's cap: what the card would do, cached segments released and retried."""
+    """The replay under the card's cap, with cached segments released and requests retried."""
     time: StepTime
     """Of the last step."""
 
@@ -62,7 +62,7 @@ class CardRun:
 
     @property
     def bound(self) -> Bound:
-        """What the estimated time is spent on."""
+        """The bottleneck of the estimated time."""
         return self.time.bound
 
     def by_class(self) -> dict[TensorClass, int]:
@@ -82,7 +82,7 @@ class CardRun:
             yield clock, by_class
 
     def summary(self) -> str:
-        """Return peak, holders and time in four lines; a fifth says what of the card has no source."""
+        """Return peak, holders and time in four lines; a fifth lists the card's figures without a source."""
         peak, used = self.peak, self.device_used_bytes
         outcome, note = self.card.told(self.verdict), self.card.source_note
         held = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.by_class.items() if size)

@@ -26,17 +26,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 _MARK = "hybridtrain_virtual"
-"""Says of a file that it holds no values."""
+"""Marks a file as one without values."""
 _TRUE_DEVICE = torch.device
 Locate = Callable[[str], torch.device]
 _locators: list[Locate] = []
-"""Where a file's tensors go, by the device they were saved from; the last holds. Empty: there is no virtual card."""
+"""Targets of a file's tensors by saved device; the last one holds. Empty: there is no virtual card."""
 
 
 def hybridtrain_virtual(
     device: str, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], values: Tensor | None
 ) -> Tensor:
-    """Return a tensor that was saved under a virtual card. The name stands in the files.
+    """Return a tensor that was saved under a virtual card. Files refer to this function by name.
 
     Raises:
         RuntimeError: There is no virtual card.
@@ -56,7 +56,7 @@ def hybridtrain_virtual(
 def checkpoint_files(
     is_virtual: Callable[[Tensor], bool], known: Callable[[Tensor], Tensor | None], note_save: Callable[[], None]
 ) -> Iterator[None]:
-    """Let files of tensors be written and read while it is open."""
+    """Replace the writing and reading of tensor files inside the block."""
     true_reduce: Callable[[Tensor, int], Any] = torch.Tensor._reduce_ex_internal
     true_save: Callable[..., None] = torch.save
     true_load: Callable[..., Any] = torch.load
@@ -87,7 +87,7 @@ def checkpoint_files(
         path = f if isinstance(f, str | PathLike) else _path_of(f)
         if path is not None and zipfile.is_zipfile(path):
             f = path
-            kwargs.setdefault("mmap", True)  # bytes that nobody looks at stay on the disk
+            kwargs.setdefault("mmap", True)  # bytes that are never read stay on the disk
         locate = _locator(map_location)
         _locators.append(locate)
         try:
@@ -184,7 +184,7 @@ def _has_mark(path: Path) -> bool:
 
 
 def _locator(map_location: Any) -> Locate:
-    """Return where a tensor goes, as ``torch.load`` takes it; a function is taken to keep it on the CPU."""
+    """Return a tensor's target for ``torch.load``'s ``map_location``; a function is taken to keep it on the CPU."""
     if map_location is None:
         return torch.device
     if isinstance(map_location, Mapping):

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""What a script sees of a card: ``torch.cuda``, the methods of tensors that name a device, and who else asks for one.
+"""A script's view of a card: ``torch.cuda``, the tensor methods that name a device, and other users of devices.
 
 ``facade`` replaces attributes of torch while it is open and puts every one back. Nothing of a real card is touched,
 on a machine that has one neither.
@@ -33,7 +33,7 @@ from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 _TRUE_DEVICE = torch.device
 _FROM_DATA = ("tensor", "as_tensor", "asarray")
 _NCCL_VERSION = (2, 27, 5)
-"""What scripts are told that ask whether it can reduce bfloat16 (2.10 can)."""
+"""Reported to scripts that ask whether it can reduce bfloat16 (2.10 can)."""
 _CUDNN_VERSION = 91002
 Replaced = Iterator[tuple[Any, str, Any]]
 """Owner, name and what takes its place."""
@@ -41,7 +41,7 @@ Replaced = Iterator[tuple[Any, str, Any]]
 
 @contextmanager
 def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) -> Iterator[None]:
-    """Let code in this process believe that the ledger's card is there."""
+    """Present the ledger's card to all code in this process."""
     _device_constructors()  # kept by torch: must list its true functions
     cuda = cuda_names(ledger)
 
@@ -69,7 +69,7 @@ def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) ->
 
 
 def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
-    """Yield what must be replaced outside ``torch``, ``torch.cuda`` and ``Tensor``."""
+    """Yield the replacements outside ``torch``, ``torch.cuda`` and ``Tensor``."""
     for module in (torch.cuda.memory, torch.cuda.random, torch.accelerator):
         yield from ((module, name, value) for name, value in cuda.items() if hasattr(module, name))
     yield torch.accelerator, "current_accelerator", answering(lambda: torch.device("cuda"))
@@ -120,7 +120,7 @@ def _group_by_place(true_group: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kernels(ledger: VirtualLedger) -> Replaced:
-    """Yield what CUDA does in one kernel and the CPU does not."""
+    """Yield the ops that CUDA runs in one kernel and the CPU does not."""
     true_dropout = torch.dropout
 
     def dropout(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002  torch's names
@@ -148,7 +148,7 @@ def _unfused(ledger: VirtualLedger, name: str) -> Callable[..., Any]:
 
 
 def _build_of_cuda() -> Replaced:
-    """Yield what torch says of its own build and libraries where it was built with CUDA."""
+    """Yield the build facts of a torch that was built with CUDA."""
     yield torch.version, "cuda", torch.version.cuda or "13.0"
     yield torch.backends.cuda, "is_built", lambda: True
     yield torch.backends.cudnn, "is_available", lambda: True
@@ -160,7 +160,7 @@ def _build_of_cuda() -> Replaced:
 
 
 def _libraries() -> Replaced:
-    """Yield what must be replaced in libraries that reach the driver by themselves."""
+    """Yield the replacements in libraries that reach the driver by themselves."""
     if find_spec("triton") is not None:  # a kernel writes into tensors that its caller made: nothing is left to count
         for module, name in (("jit", "JITFunction"), ("autotuner", "Autotuner"), ("autotuner", "Heuristics")):
             yield getattr(import_module(f"triton.runtime.{module}"), name), "run", do_nothing
@@ -176,7 +176,7 @@ def _libraries() -> Replaced:
 
 
 def _get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:  # noqa: ARG001
-    """Return state that bitsandbytes would put into unified memory; its own attribute says so."""
+    """Return state that bitsandbytes would put into unified memory, marked by its own attribute."""
     made = torch.empty(shape, dtype=dtype, device="cpu")
     made.is_paged = True  # type: ignore[attr-defined]
     return made
@@ -312,7 +312,7 @@ def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
         autocast.clear_cache()
 
     class Generator(true_generator):  # type: ignore[misc, valid-type]
-        """A generator whose numbers nobody draws."""
+        """A generator whose numbers are never drawn."""
 
         def __new__(cls, device: Any = "cpu") -> Any:  # noqa: ARG004  torch's signature
             return super().__new__(cls, device="cpu")

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""What ``torch.cuda`` says of a virtual card, and its streams and events."""
+"""The replacement of ``torch.cuda`` for a virtual card, with its streams and events."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,15 +26,15 @@ _RATES = {
     "regs_per_multiprocessor": 65536, "shared_memory_per_block_optin": 101376,
     "shared_memory_per_multiprocessor": 102400, "L2_cache_size": 0, "gcnArchName": "",
 }  # fmt: skip
-"""What ``get_device_properties`` says of any card."""
+"""Fields of ``get_device_properties`` that are equal for all cards."""
 
 
 def do_nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Take anything."""
+    """Do nothing, whatever the arguments."""
 
 
 def answering(answer: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a function that answers whatever it is given."""
+    """Return a function that ignores its arguments and returns ``answer()``."""
     return lambda *_args, **_kwargs: answer()
 
 
@@ -54,15 +54,15 @@ class VirtualStream:
         pass
 
     def query(self) -> bool:
-        """Say that all work is done."""
+        """Return True: all work is done."""
         return True
 
     def is_capturing(self) -> bool:
-        """Say that no graph is being captured."""
+        """Return False: no graph is being captured."""
         return False
 
     def elapsed_time(self, _other: object) -> float:
-        """Return milliseconds: a stand-in; the report has the estimated time of a step."""
+        """Return placeholder milliseconds; the report has the estimated time of a step."""
         return 1.0
 
     def record_event(self, event: "VirtualStream | None" = None) -> "VirtualStream":

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Which kernels torch takes on CUDA where it would take others elsewhere, and the scratch that they allocate.
+"""Kernels that torch chooses only on CUDA, and the scratch that they allocate.
 
 Composite ops choose by device: attention, autocast, and dropout (in ``cuda_facade``). While ``cuda_paths`` is open,
 tensors of a virtual card take the card's choice. Each rule names its source in torch 2.13.
@@ -56,7 +56,7 @@ WIDEST = (
 
 @contextmanager
 def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
-    """Let composite ops on a virtual card's tensors choose as on CUDA, and autocast work for them."""
+    """Make composite ops on a virtual card's tensors choose as on CUDA, and autocast apply to them."""
     fallback = torch.library.Library("_", "IMPL")
     paths = torch.library.Library("aten", "IMPL")
     autocast = Autocast(ledger)
@@ -119,7 +119,7 @@ class Autocast:
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
 
     def enable(self, *, is_enabled: bool) -> None:
-        """Let ops pass here first, or no more."""
+        """Start or stop intercepting ops."""
         torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOCAST_KEY, not is_enabled)
         torch._C._dispatch_tls_set_dispatch_key_included(_AUTOCAST_KEY, is_enabled)
 
@@ -128,7 +128,7 @@ class Autocast:
         self._cache.clear()
 
     def rules(self) -> Iterator[tuple[Callable[[Op], Callable[..., Any]], tuple[str, ...]]]:
-        """Yield kernels of ops, and the ops that are run so."""
+        """Yield replacement kernels, each with its ops."""
         yield self._converting(lambda _args: torch.get_autocast_dtype("cuda")), LOWER_PRECISION
         yield self._converting(lambda _args: torch.float32), FULL_PRECISION
         yield self._converting(_widest), WIDEST
@@ -148,7 +148,7 @@ class Autocast:
         return kernel
 
     def _converting(self, pick: Callable[[Args], torch.dtype]) -> Callable[[Op], Callable[..., Any]]:
-        """Return what makes kernels that convert their operands first."""
+        """Return a maker of kernels that convert their operands first."""
 
         def rule(op: Op) -> Callable[..., Any]:
             def kernel(*args: Any, **kwargs: Any) -> Any:

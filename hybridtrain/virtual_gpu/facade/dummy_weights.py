@@ -42,7 +42,7 @@ def write_dummy_weights(folder: Path) -> tuple[list[Path], torch.dtype]:
         raise ConfigError("dummy-weights", [f"{config_file}: {str(error).splitlines()[0]}"]) from error
     kinds = [name for name in config.architectures or () if hasattr(transformers, name)]
     if not kinds:
-        fault = f"{config_file}: architectures: {config.architectures} is no class of transformers; name one."
+        fault = f"{config_file}: architectures: {config.architectures} is not a class of transformers; name one."
         raise ConfigError("dummy-weights", [fault])
     dtype = config.dtype or config.get_text_config().dtype or torch.float32
     text = config_file.read_bytes()

@@ -1,4 +1,4 @@
-"""What a training step of any model takes of a card, in one call; the shape asked for in pytorch/rfcs#108."""
+"""The memory and time of any model's training step on a card, in one call; the shape asked for in pytorch/rfcs#108."""
 
 import copy
 import inspect
@@ -28,12 +28,12 @@ _LARGEST = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """What a training step takes. Bytes are ``planned``, times ``estimated``."""
+    """Memory and time of a training step. Bytes are ``planned``, times ``estimated``."""
 
     card: Card
     batch_size: int
     oom: str
-    """What the card says where it is full; empty: the step fits."""
+    """The card's error message where it is full; empty: the step fits."""
     _plan: Callable[[Card, int], "MemoryEstimate"] = field(repr=False)
     """The same step on another card, with another batch size."""
     _gpu: VirtualGpu = field(repr=False)
@@ -60,7 +60,7 @@ class MemoryEstimate:
         return self.run.peak.allocated_bytes
 
     def by_class(self) -> dict[TensorClass, int]:
-        """Return who holds the peak: weights, gradients, optimizer state, activations, temporaries."""
+        """Return the peak's bytes by class: weights, gradients, optimizer state, activations, temporaries."""
         return self.run.by_class()
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
@@ -72,16 +72,16 @@ class MemoryEstimate:
         return by_module(self.run, depth)
 
     def reserved_range(self) -> ReservedRange:
-        """Return by how much reserved bytes move with other lengths, more steps, or an evaluation first."""
+        """Return the range of reserved bytes with other lengths, more steps, or an evaluation first."""
         workspace = self.card.cublas_workspace_bytes
         return reserved_range(self.run.trace, workspace_bytes=workspace, config=self._gpu.config)
 
     def stand_ins(self) -> tuple[StandIn, ...]:
-        """Return where the model asked for values that a virtual card does not have."""
+        """Return the places where the model read placeholder values."""
         return self._gpu.stand_ins()
 
     def fits(self, card: Card | str) -> bool:
-        """Say whether the step fits a card and leaves its margin free; attention and the like are chosen for it."""
+        """Return whether the step fits a card with its margin; kernels as of attention are chosen for that card."""
         return self._plan(find_card(card), self.batch_size).verdict is FitVerdict.FITS
 
     def largest_batch(self, card: Card | str | None = None) -> int:

@@ -32,7 +32,7 @@ _MASKS = frozenset({torch.bool, torch.uint8})
 
 
 class Place(Enum):
-    """Where the bytes of a tensor would be."""
+    """The place of a tensor's bytes."""
 
     HOST = "cpu"
     DEVICE = "cuda"
@@ -46,18 +46,18 @@ class Holding:
     size: int
     """Bytes."""
     watch: ref[torch.UntypedStorage]
-    """Tells of its end."""
+    """Weak reference whose callback notes the end of the storage."""
     values: torch.UntypedStorage | None = None
-    """What is known of it, on the CPU."""
+    """Known values, on the CPU."""
     fill: bool | None = None
-    """What all its elements are, where no value was computed."""
+    """The value of all elements, where none was computed."""
     label: tuple[TensorClass, str] | None = None
-    """What it was for, before it was resized to nothing."""
+    """Its class before it was resized to nothing."""
     arriving: int | None = None
-    """Number of a collective that works on it: who reads it waits."""
+    """Number of a collective that works on it, for which readers wait."""
 
     def forget(self) -> None:
-        """Let its values be unknown."""
+        """Mark its values as unknown."""
         self.values = self.fill = None
 
 
@@ -78,7 +78,7 @@ class KnownValues:
         return empty.set_(holding.values, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def forget(self, tensor: Tensor) -> None:
-        """Let a tensor's values be unknown."""
+        """Mark a tensor's values as unknown."""
         holding = self._held.get(tensor.untyped_storage()._cdata)
         if holding is not None:
             holding.forget()
@@ -160,7 +160,7 @@ class KnownValues:
         """Replace boolean indices that are known by their positions.
 
         Raises:
-            DataDependentError: The shape of a result depends on values that nobody knows.
+            DataDependentError: The shape of a result depends on unknown values.
         """
         if func not in TAKES_HOST_INDICES:
             self._stand_ins.refuse(func)
@@ -176,14 +176,14 @@ class KnownValues:
         return (args[0], indices, *args[2:])
 
     def _fresh(self, tensor: Tensor, holding: Holding) -> Tensor:
-        """Return room for the values of a tensor."""
+        """Return unset memory for the values of a tensor."""
         holding.values = torch.UntypedStorage(holding.size)  # type: ignore[no-untyped-call]
         known = self.of(tensor)
         assert known is not None
         return known
 
     def _assume(self, func: Op, args: Args, tensor: Tensor) -> Tensor | None:
-        """Return values for an unknown tensor: what is overwritten, or a single number of which something is asked."""
+        """Return placeholder values for an unknown tensor that is overwritten, or for a single number that is read."""
         if func in FILLS and tensor is args[0]:
             holding = self._held.get(tensor.untyped_storage()._cdata)
             if holding is not None and tensor.nbytes == holding.size:

@@ -26,7 +26,7 @@ _WITHOUT_VALUE = {"-u", "-B", "-E", "-I", "-O", "-OO", "-P", "-s", "-S", "-q", "
 
 @dataclass(frozen=True, slots=True)
 class PythonCommand:
-    """What an interpreter is told to run."""
+    """A command for a Python interpreter."""
 
     name: str
     """A file, or a module."""
@@ -88,7 +88,7 @@ def missing_script(name: str) -> str:
 
 
 def launchers(enter_world: Callable[[int], None]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what must be replaced, owner, name and value, so that what a launcher starts runs here.
+    """Yield the replacements (owner, name, value) that make a launcher's processes run here.
 
     Args:
         enter_world: Called with the number of processes that torchrun would start; this one is one of them.
@@ -120,7 +120,7 @@ def _launch(enter_world: Callable[[int], None]) -> Callable[..., Any]:
 
 
 class _Popen(subprocess.Popen[Any]):
-    """A process, if need be; Python that prints where its parent does runs here."""
+    """A replacement of ``Popen``: Python that prints where its parent does runs here, all else as a process."""
 
     def __init__(self, args: Any, *rest: Any, **kwargs: Any) -> None:
         words = args if isinstance(args, list | tuple) else []
@@ -163,7 +163,7 @@ class _Popen(subprocess.Popen[Any]):
 
 @contextmanager
 def _environment(names: Mapping[str, str] | None, folder: Any) -> Iterator[None]:
-    """Let this process be where a child would be."""
+    """Set the working folder and variables of a child process inside the block."""
     outer = Path.cwd()
     with mock.patch.dict(os.environ, names or {}):
         if folder is not None:

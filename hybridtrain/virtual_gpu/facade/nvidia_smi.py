@@ -44,7 +44,7 @@ else:
 
 @contextmanager
 def nvidia_smi(card: Card, num_cards: int) -> Iterator[None]:
-    """Put the command first on PATH; it tells of the card what does not change, and of memory that none is in use."""
+    """Put the command first on PATH; it reports the card's constant facts, and no memory in use."""
     total = str(card.nvidia_smi_mib or card.memory_mib)
     values = {
         "name": (card.name, ""), "gpu_name": (card.name, ""), "count": (str(num_cards), ""), "index": ("", ""),

@@ -1,4 +1,4 @@
-"""What a virtual card knows of ops where torch's tags and schemas (``traits_of``) say nothing, with the reason."""
+"""Sets of ops that need rules of a virtual card beyond torch's tags and schemas (``traits_of``), with reasons."""
 
 import sys
 from collections.abc import Callable
@@ -103,7 +103,7 @@ def stays_real(func: Op, args: Args, kwargs: Kwargs) -> bool:
 
 
 def without_generator(kwargs: Kwargs) -> dict[str, Any]:
-    """Return arguments without a generator, of no use on meta tensors, and without a wish for pinned memory."""
+    """Return arguments without a generator, unused on meta tensors, and without ``pin_memory``."""
     found = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     return found | {"generator": None} if "generator" in found else found
 
@@ -112,10 +112,10 @@ def accumulated(func: Op, args: Args) -> Tensor | None:
     """Return the tensor that autograd itself writes its sum into on a card; None where it makes a new one.
 
     One of several gradients that are added: ``InputBuffer::accumulate`` (torch/csrc/autograd/input_buffer.cpp) adds in
-    place into one that nobody else holds, but never where tensors are on the meta device. Zeros that a gradient is put
+    place into an unshared one, but never where tensors are on the meta device. Zeros that a gradient is put
     into: ``index_backward``, ``value_selecting_reduction_backward`` (torch/csrc/autograd/FunctionsManual.cpp),
     ``gather_backward`` and ``index_select_backward`` (aten/src/ATen/native) write in place, but never under a mode like
-    this one. They are told from other ops by who called: autograd's engine, not Python code in a backward pass.
+    this one. They are distinguished by their caller: autograd's engine, not Python code in a backward pass.
     """
     if func is _ATEN.add.Tensor and len(args) == 2:
         is_like = isinstance(args[1], Tensor) and args[0].shape == args[1].shape and args[0].dtype is args[1].dtype
@@ -157,7 +157,7 @@ def _grouped_matmul(
     if one.dim() != other.dim():
         return torch.empty_strided((rows, columns), (aligned, 1), dtype=dtype, device=META)
     if one.dim() == 2 and offs is None:
-        raise ValueError("_grouped_mm: offs is missing; two matrices are divided into groups by it; say the offsets.")
+        raise ValueError("_grouped_mm: offs is missing; two matrices are divided into groups by it; pass the offsets.")
     groups = one.shape[0] if offs is None or one.dim() == 3 else offs.shape[0]
     strides = (rows * aligned, aligned, 1)
     return torch.empty_strided((groups, rows, columns), strides, dtype=dtype, device=META)
@@ -183,5 +183,5 @@ def to_meta(tensor: Tensor) -> Tensor:
 
 
 def holds_real(args: Args, kwargs: Kwargs) -> bool:
-    """Return whether there is something for ``to_meta``."""
+    """Return whether a value is a tensor for ``to_meta``."""
     return any(not tensor.is_meta and tensor.dim() for tensor in tensors_in([*args, *kwargs.values()]))

@@ -1,4 +1,4 @@
-"""Storages in two places, the host's memory and the card's: each byte is counted where it would be."""
+"""Storages in two places, host memory and the card's: each byte is counted in its place."""
 
 import weakref
 from bisect import bisect_right
@@ -27,7 +27,7 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
 class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
-    """Counts virtual storages where they would be, and refuses as card and host would."""
+    """Counts virtual storages in their places, and refuses as card and host would."""
 
     def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
         super().__init__(device="meta")
@@ -44,7 +44,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         self.host_bytes = 0
         self.peak_host_bytes = 0
         self.stream = 0
-        """On which of the card's streams the code works; each has a cache of its own in the allocator."""
+        """The card's current stream; each stream has a cache of its own in the allocator."""
         self.first_matmuls: set[bool] = set()
         self._held: dict[int, Holding] = {}
         self._addresses: dict[int, int] = {}
@@ -54,7 +54,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
     # What the facade asks for.
 
     def place_of(self, tensor: Tensor) -> Place | None:
-        """Return where a tensor would be; None for one that is what it seems: on the CPU, or on meta by own wish."""
+        """Return the place of a virtual tensor; None for a real one, on the CPU or on the script's own meta device."""
         if not is_truly_meta(tensor):
             return None
         holding = self._held.get(tensor.untyped_storage()._cdata)
@@ -65,7 +65,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def moving_to(self, place: Place) -> Iterator[None]:
-        """Give what the next op makes a place."""
+        """Set the place of the next op's results."""
         outer, self._target = self._target, place
         try:
             yield
@@ -73,15 +73,15 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
             self._target = outer
 
     def enter_module(self, name: str) -> None:
-        """Say that what follows belongs to a module."""
+        """Assign later ops to a module."""
         self._unit = self.modules.enter(name)
 
     def leave_module(self) -> None:
-        """Say that a module is done."""
+        """End the assignment of ops to a module."""
         self._unit = self.modules.leave()
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
-        """Say what a tensor is for; of a DTensor, what this rank has of it."""
+        """Set the purpose of a tensor; of a DTensor, that of this rank's part."""
         super().label(getattr(tensor, "_local_tensor", tensor), tensor_class, unit)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
@@ -110,16 +110,16 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         holding.size = size
 
     def release_cache(self) -> None:
-        """Give the allocator's cached segments back, as ``torch.cuda.empty_cache`` does."""
+        """Release the allocator's cached segments, as ``torch.cuda.empty_cache`` does."""
         self.allocator.empty_cache()
         self._cache_releases.append(len(self._events))
 
     def step_mark(self) -> StepMark:
-        """Return where a step that begins now would begin."""
+        """Return the mark of a step that begins now."""
         return StepMark(len(self._events), len(self._ops))
 
     def add_steps(self, marks: Sequence[StepMark]) -> None:
-        """Let steps have begun at earlier marks."""
+        """Add steps that began at earlier marks."""
         self._steps = sorted([*self._steps, *marks], key=lambda mark: (mark.event, mark.op))
 
     def trace(self) -> LedgerTrace:
@@ -129,7 +129,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
     # Places and bytes.
 
     def _place(self, func: Op, operands: list[Tensor]) -> Place | None:
-        """Return where an op runs; None where nothing virtual takes part.
+        """Return the place where an op runs; None where no virtual tensor takes part.
 
         Raises:
             RuntimeError: Its operands are in two places; torch refuses this too.
@@ -176,7 +176,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
                 f"{size} bytes. (virtual GPU: {self.host_bytes} bytes of tensors on the host, of "
-                f"{int(self.host.tensor_bytes)}; say --host-memory for another machine)"
+                f"{int(self.host.tensor_bytes)}; set --host-memory for another machine)"
             )
 
     def _on_release(self, address: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
@@ -203,7 +203,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         index = super()._allocate(size, stage)
         if len(self._steps) >= _FIRST_STEP_WITH_PLACES:
             self.seen.made_at[index] = where_called()
-        if stage is Stage.BUILD:  # what is a weight says the first module that runs, or an optimizer
+        if stage is Stage.BUILD:  # the first module that runs, or an optimizer, defines the weights
             self._classes[index] = TensorClass.ACTIVATION
         self._addresses[index] = address
         self._streams.append(self.stream)
@@ -230,7 +230,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
 
 
 def _cuda_message(card: Card, refusal: OutOfMemory) -> str:
-    """Return torch's words for a refused request, and where the code stood."""
+    """Return torch's message for a refused request, with stage and unit."""
     free = max(card.allocator_capacity_bytes - refusal.reserved_bytes, 0)
     is_pass = refusal.stage in {Stage.FORWARD, Stage.BACKWARD}
     place = f"in the {refusal.stage} pass" if is_pass else f"in {refusal.stage}"
@@ -244,7 +244,7 @@ def _cuda_message(card: Card, refusal: OutOfMemory) -> str:
 
 
 class ModuleUnits:
-    """To which module an op belongs, in a forward pass and in the backward pass of what it recorded."""
+    """The module of each op, in a forward pass and in its backward pass."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -253,12 +253,12 @@ class ModuleUnits:
         self._units: list[str] = []
 
     def enter(self, name: str) -> str:
-        """Open a module; return what ops belong to from now on."""
+        """Enter a module; return the module of later ops."""
         self._open.append(name)
         return self._mark()
 
     def leave(self) -> str:
-        """Close the innermost module; return what ops belong to from now on."""
+        """Leave the innermost module; return the module of later ops."""
         if self._open:
             self._open.pop()
         return self._mark()

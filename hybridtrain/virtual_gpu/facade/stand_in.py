@@ -1,4 +1,4 @@
-"""What stands for values that nobody computed, by rules that are written down and uses that are listed.
+"""Placeholder values for values that were not computed: fixed rules, and a list of all uses.
 
     a number that is read         True, 1 or 1.0 (``loss.item()``, a norm, "are all positions attended to?")
     are they finite               yes: ``isnan`` and ``isinf`` say no, ``isfinite`` says yes
@@ -35,7 +35,7 @@ class DataDependentError(HybridTrainError):
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """One place in the code where a stand-in was used."""
+    """One place in the code where a placeholder value was used."""
 
     where: str
     """``file:line``."""
@@ -45,7 +45,7 @@ class StandIn:
 
 
 class StandIns:
-    """Gives stand-ins, and remembers where."""
+    """Gives placeholder values, and records where."""
 
     def __init__(self, note_refusal: Callable[[str], object]) -> None:
         self._note_refusal = note_refusal
@@ -57,18 +57,18 @@ class StandIns:
         return tuple(StandIn(*key, times) for key, times in self._uses.most_common())
 
     def note(self, func: Op, rule: str) -> None:
-        """Remember that the code at this place went on with something that stands for a value."""
+        """Record that the code at this place used a placeholder value."""
         self._uses[where_called(), str(func), rule] += 1
 
     def number(self, func: Op, dtype: torch.dtype) -> float | bool:
-        """Return the stand-in for one number."""
+        """Return the placeholder value for one number."""
         value: float | bool = self._truth if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         self.note(func, f"a number that is read: {value}")
         return value
 
     @contextmanager
     def answering(self, *, truth: bool) -> Iterator[None]:
-        """Let unknown booleans that are read be ``truth``: some loops go on until they are false."""
+        """Read unknown booleans as ``truth`` inside the block: some loops run until they are false."""
         outer, self._truth = self._truth, truth
         try:
             yield
@@ -76,7 +76,7 @@ class StandIns:
             self._truth = outer
 
     def rule(self, func: Op, args: Args) -> Any:
-        """Return a stand-in for results of unknown values, on the CPU; None where there is no rule."""
+        """Return placeholder values for an op's unknown results, on the CPU; None where there is no rule."""
         packet = func._overloadpacket
         if packet in FINITE_ANSWERS:
             return torch.full(args[0].shape, FINITE_ANSWERS[packet])
@@ -85,7 +85,7 @@ class StandIns:
         return None
 
     def refuse(self, func: Op) -> NoReturn:
-        """Say that a shape depends on values that nobody knows."""
+        """Raise ``DataDependentError``: a shape depends on unknown values."""
         text = (
             f"{where_called()}: {func} makes a tensor whose size depends on computed values, and a virtual GPU "
             "computes none; sizes may follow from the script's own data (token ids, masks, lengths); use a path "

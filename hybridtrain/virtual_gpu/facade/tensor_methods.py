@@ -30,7 +30,7 @@ def as_device(value: Any) -> torch.device | None:
 
 
 class TensorMethods:
-    """What takes the place of methods of ``torch.Tensor``."""
+    """Replacements of methods of ``torch.Tensor``."""
 
     def __init__(self, ledger: VirtualLedger) -> None:
         self._ledger = ledger
@@ -81,7 +81,7 @@ class TensorMethods:
             return None if known is None else known.clone()
 
     def become_virtual(self, tensor: Tensor) -> None:
-        """Let a real tensor lie on the host as virtual ones do."""
+        """Turn a real tensor into a virtual one on the host."""
         self._set_data(tensor, self._on_host(tensor.detach()))
 
     def may_share_type(self, tensor: Tensor, other: Tensor) -> bool:
@@ -97,7 +97,7 @@ class TensorMethods:
         return tensor.layout is other.layout and is_meta[0] == is_meta[1]
 
     def _place(self, tensor: Tensor) -> Place | None:
-        """Return the place that a script may know of; None while torch itself asks."""
+        """Return the place that a script sees; None while torch itself asks."""
         return None if self._ledger.is_inside else self._ledger.place_of(tensor)
 
     def _device(self, tensor: Tensor) -> torch.device:
@@ -111,7 +111,7 @@ class TensorMethods:
             return torch.ops.aten._to_copy(tensor, device=META)  # type: ignore[no-any-return]
 
     def _real(self, tensor: Tensor) -> Tensor:
-        """Return values on the CPU; ones stand for unknown ones."""
+        """Return values on the CPU, with ones for unknown values."""
         if self._place(tensor) is None:
             return tensor
         with _disable_current_modes():
@@ -156,7 +156,7 @@ class TensorMethods:
         self._true.setitem(tensor, index, value)
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
-        """Let a tensor have other data; on a card's machine it is all the same whether they were read from a file.
+        """Give a tensor other data, real or virtual: a machine with a card does not distinguish them.
 
         A real tensor that gets virtual data stays the Python object that modules, optimizers and ties know of, with
         its gradient; a graph that was recorded before would not reach it, as little as after ``swap_tensors``.
@@ -174,7 +174,7 @@ class TensorMethods:
             torch._C._swap_tensor_impl(tensor, made)
 
     def _set_grad(self, tensor: Tensor, gradient: Any) -> None:
-        """Let a tensor have a gradient: one of the two that was read from a file becomes virtual as the other is."""
+        """Set a tensor's gradient; if only one of the two is virtual, the other becomes virtual."""
         if isinstance(gradient, Tensor) and is_truly_meta(tensor) != is_truly_meta(gradient):
             if self._place(gradient) is Place.HOST:
                 self.become_virtual(tensor)

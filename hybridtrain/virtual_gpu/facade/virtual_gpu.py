@@ -1,4 +1,4 @@
-"""A card that is not there, for code that knows nothing of it: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
+"""A virtual card for unmodified code: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
 
 import os
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ each step that was asked for, after which code is taken to have no optimizer."""
 
 @dataclass(slots=True)
 class _Turns:
-    """What is known of an optimizer's steps; kept alive, it would hold its state."""
+    """Facts about an optimizer's steps; a reference to the optimizer would keep its state alive."""
 
     updates: int = 0
     is_done: bool = False
@@ -62,7 +62,7 @@ class _Turns:
 
 
 class StepsDone(BaseException):
-    """As many optimizer steps as were asked for are done. Not an ``Exception``: a script must not swallow it."""
+    """The requested optimizer steps are done. Not an ``Exception``: a script must not swallow it."""
 
 
 class VirtualGpu:
@@ -132,7 +132,7 @@ class VirtualGpu:
         self.num_params = 0
         """Of the largest module that ran."""
         self.oom: OutOfMemory | None = None
-        """What ended the code; None where it caught a refusal and went on, or there was none."""
+        """The refusal that ended the code; None where the code caught it, or there was none."""
         self._steps = steps
         self._record_history = record_history
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -188,7 +188,7 @@ class VirtualGpu:
         return isinstance(error, StepsDone)
 
     def begin_step(self) -> None:
-        """Say that a training step begins; said by itself where a forward pass follows the end of an iteration."""
+        """Mark the beginning of a training step; automatic for a forward pass after the end of an iteration."""
         self._begun, self._has_updated = True, False
         for turns in self._turns.values():
             turns.is_done = False
@@ -197,7 +197,7 @@ class VirtualGpu:
         self.ledger.begin_step()
 
     def basis(self) -> Basis:
-        """Return the basis of a plan: what was seen of the code, and what went otherwise than on a card."""
+        """Return the basis of a plan: observations of the code, and differences from a real card."""
         seen = self.ledger.seen
         noted = {item.name: copy(getattr(seen, item.name)) for item in fields(Noted)}
         noted["compiled"] = [*dict.fromkeys(seen.compiled)]
@@ -207,20 +207,20 @@ class VirtualGpu:
         return Basis(**noted, versions=versions(), num_steps=self.steps_done, has_state=self._has_state, growth=growth)
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str = "") -> None:
-        """Say what a tensor is for, from its allocation on."""
+        """Set the purpose of a tensor, from its allocation on."""
         self.ledger.label(tensor, tensor_class, unit)
 
     def stand_ins(self) -> tuple[StandIn, ...]:
-        """Return where values stood in for such as were not computed."""
+        """Return the places where placeholder values were used."""
         return self.ledger.stand_ins.uses()
 
     @property
     def host_peak_bytes(self) -> int:
-        """Most bytes of tensors on the host at a time."""
+        """Peak bytes of tensors on the host."""
         return self.ledger.peak_host_bytes
 
     def report(self) -> CardRun:
-        """Replay what was seen so far on the card: to the end, or to the request that ended it.
+        """Replay the run so far on the card, to its end or to the refused request.
 
         Code without a step, a loss alone or a model that is only loaded, counts as one.
         """
@@ -252,7 +252,7 @@ class VirtualGpu:
         self.ledger.enter_module(self._names.get(module, ""))
 
     def _late_worlds(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield what lets code open a process group that nobody launched: alone, or as its environment says."""
+        """Yield replacements for opening a process group without a launcher: alone, or as its environment says."""
         dist = import_module("torch.distributed")
         true_init = dist.init_process_group
 
@@ -267,7 +267,7 @@ class VirtualGpu:
             yield module, "init_process_group", init
 
     def _enter_world(self, size: int, rank: int = 0) -> None:
-        """Be one rank of as many as a launcher starts.
+        """Become one rank of a launcher's world.
 
         Raises:
             ConfigError: Another number was asked for.
@@ -297,7 +297,7 @@ class VirtualGpu:
         return [turns for turns in self._turns.values() if not turns.is_idle]
 
     def _split_step(self) -> None:
-        """Let an iteration be as many as it had forward passes after an update: some optimizer makes no step ever."""
+        """Split an iteration at its forward passes after an update: some optimizer never steps."""
         for turns in self._active():
             turns.is_idle = not turns.updates
         self.ledger.add_steps(self._marks)
@@ -309,7 +309,7 @@ class VirtualGpu:
             raise StepsDone
 
     def _on_refusal(self) -> None:
-        """Say of an update that is refused what is state; the steps that follow a refusal say whether it mattered."""
+        """Label the state of a refused update; later steps show whether the refusal mattered."""
         self._last_refusal_step = self.steps_done
         for optimizer in self._turns:
             self._label_state(optimizer)
@@ -371,7 +371,7 @@ class VirtualGpu:
             raise StepsDone
 
     def _label_state(self, optimizer: Optimizer) -> bool:
-        """Say which tensors are an optimizer's state; return whether there are any on the card."""
+        """Label an optimizer's state; return whether any of it is on the card."""
         found = False
         for parameter in _parameters(optimizer):
             state = optimizer.state.get(parameter, {})

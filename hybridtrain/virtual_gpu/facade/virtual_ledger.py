@@ -1,9 +1,9 @@
-"""A ledger for code that believes it has a card: every tensor of it lies on the meta device and has a place.
+"""A ledger for code on a virtual card: every tensor lies on the meta device and has a place.
 
 A tensor on the meta device has a shape and no bytes. Here its storage also has a place, the host's memory or the
 card's, which an op's results inherit (``placed_storages.py``); so a model of any size is built, moved and trained
 without memory. What a script computed from its own data stays known (``known_values.py``); what is not known has a
-stand-in (``stand_in.py``), and every place where one was used is listed.
+placeholder value (``stand_in.py``), and every place where one was used is listed.
 """
 
 import weakref
@@ -62,13 +62,13 @@ _HOST_WORK = 2**20
 
 
 class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
-    """Runs PyTorch code on a card that is not there: counts as ``StorageLedger``, and refuses as the card would."""
+    """Runs PyTorch code on a virtual card: counts as ``StorageLedger``, and refuses as the card would."""
 
     def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
         super().__init__(card, host, allocator)
         self._meta_cache = MetaCache()  # a script may change default types as it goes
         self.is_inside = False
-        """Whether an op is being run: then ``Tensor.device`` tells the truth."""
+        """Whether an op is being run: then ``Tensor.device`` is the true one."""
         self.stand_ins = StandIns(self.seen.refusals.append)
         self.values = KnownValues(self._held, self.stand_ins)
         self.after_backward: Callable[[], None] = lambda: None
@@ -76,12 +76,12 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         """Of large results on the host that are computed for real at a time."""
         self._real_bytes = 0
         self.card_index = 0
-        """By which the code calls its card, of ``num_cards`` in the machine."""
+        """The card's index, of ``num_cards`` in the machine."""
         self.num_cards = 1
         self.scratch_rules: dict[Op, Callable[[Sequence[Any]], int]] = {}
         """Of ops whose scratch depends on the card."""
         self.links: Callable[[Op, Args, Any], float | None] | None = None
-        """Says how long an op keeps the link to other cards; None of what is no collective."""
+        """Returns the seconds for which an op occupies the link to other cards; None unless it is a collective."""
         self._last_of_stream: dict[int, int] = {}
         self._awaited: dict[int, list[int]] = {}
         self._are_collectives_due = False
@@ -210,7 +210,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         return made if made is not None else self._meta_cache.call(func, args, kwargs)
 
     def _set_storage(self, func: Op, args: Args, kwargs: Kwargs) -> Any:
-        """Let a tensor have another storage: no byte moves, and what is known of either storage stays known."""
+        """Give a tensor another storage: no byte moves, and known values of either storage stay known."""
         place = self._place(func, list(tensors_in(args)))
         out = func(*args, **kwargs)
         if place is not None:
@@ -218,7 +218,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         return out
 
     def _write_to_host(self, func: Op, args: Args, written: Sequence[Tensor], results: Any) -> Any:
-        """Write what became known of a virtual tensor into a real one; a stand-in where it did not."""
+        """Write a virtual tensor's known values into a real one, placeholder values elsewhere."""
         if results is None:
             self.stand_ins.note(func, "written into a tensor on the CPU: ones")
             for tensor in written:
@@ -303,14 +303,14 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         return self._last_of_stream.get(stream, -1) if stream else self._last_compute
 
     def await_op(self, stream: int, op: int) -> None:
-        """Let what comes next on a stream wait for an op."""
+        """Make later work on a stream wait for an op."""
         if stream:
             self._awaited.setdefault(stream, []).append(op)
         else:
             self.join(op)
 
     def _await(self, operands: Sequence[Tensor]) -> None:
-        """Let the next op of the compute lane wait for collectives that it reads from."""
+        """Make the next op of the compute lane wait for collectives that it reads from."""
         for tensor in operands:
             holding = self._held.get(tensor.untyped_storage()._cdata)
             if holding is not None and holding.arriving is not None:
@@ -340,7 +340,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
 
 
 def _asked_for(func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Place | None:
-    """Return the place that an op's device names; None where it names none, or what it makes is made for real."""
+    """Return the place of an op's device argument; None where it has none, or makes real tensors."""
     device = kwargs.get("device")
     if device is None or device.type == "meta":
         return None

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="override"
-"""Streams of a virtual card that are told apart: what is allocated on one, the allocator's cache gives to no other.
+"""Distinct streams of a virtual card: the allocator caches memory per stream.
 
 Trainers on many cards gather weights and reduce gradients on streams of their own; so reserved bytes are the sum of
 what each stream ever held at a time, which is more than the largest sum.
@@ -17,7 +17,7 @@ from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 
 class VirtualStreams:
-    """What ``torch.cuda`` says of streams."""
+    """The streams of ``torch.cuda``."""
 
     def __init__(self, ledger: VirtualLedger) -> None:
         streams, numbers = self, count(0)
@@ -82,7 +82,7 @@ class VirtualStreams:
             self.select(outer)
 
     def names(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield what to replace: owner, name, value."""
+        """Yield the replacements: owner, name, value."""
         yield torch.cuda, "Stream", self._kind
         yield torch.cuda, "Event", self._event
         yield torch.cuda, "stream", self.working_on

@@ -40,7 +40,7 @@ class TorchVersionError(HybridTrainError):
 
 @contextmanager
 def virtual_world(world: World, ledger: VirtualLedger) -> Iterator[None]:
-    """Let code in this process be one rank of a world while the block is open.
+    """Make code in this process one rank of a world inside the block.
 
     Raises:
         TorchVersionError: This torch has no such names.
@@ -64,7 +64,7 @@ def virtual_world(world: World, ledger: VirtualLedger) -> Iterator[None]:
 
 
 def _replaced(world: World, ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what must be replaced: owner, name, value."""
+    """Yield the replacements: owner, name, value."""
     dist, c10d = import_module("torch.distributed"), import_module("torch.distributed.distributed_c10d")
     fake = _find("torch.testing._internal.distributed.fake_pg", "FakeStore")
     yield c10d, "rendezvous", lambda *_args, **_kwargs: iter([(fake(), world.rank, world.size)])
@@ -72,7 +72,7 @@ def _replaced(world: World, ledger: VirtualLedger) -> Iterator[tuple[Any, str, A
     yield c10d, "default_pg_nccl_timeout", timedelta(minutes=10)  # None where torch was built without NCCL
     yield torch._C, "_get_accelerator", lambda *_args: torch.device("cuda")
     yield torch.multiprocessing, "spawn", partial(_spawn, world)
-    yield dist, "_verify_params_across_processes", lambda *_args: None  # in C++, of values that nobody has
+    yield dist, "_verify_params_across_processes", lambda *_args: None  # in C++, of values that do not exist
     ledger.links = partial(_link_seconds, world, ledger.card)
     yield from VirtualStreams(ledger).names()
     yield from _data_parallel(ledger)
@@ -80,7 +80,9 @@ def _replaced(world: World, ledger: VirtualLedger) -> Iterator[tuple[Any, str, A
     _has(group, "_validate_no_meta_params")
     yield group, "_validate_no_meta_params", lambda _group: None
     dispatch = import_module("torch.distributed.tensor._dispatch")
-    if hasattr(dispatch, "run_dtensor_rng_op"):  # since torch 2.13; it moves the state of a generator that nobody draws
+    if hasattr(
+        dispatch, "run_dtensor_rng_op"
+    ):  # since torch 2.13; it moves the state of a generator that is never drawn
         yield dispatch, "run_dtensor_rng_op", lambda _start, _end, op, *args, **kwargs: op(*args, **kwargs)
     yield import_module("torch.distributed.tensor._random"), "_rng_tracker", None
     schema = import_module("torch.distributed.tensor._op_schema")
@@ -92,7 +94,7 @@ def _replaced(world: World, ledger: VirtualLedger) -> Iterator[tuple[Any, str, A
 
 
 def _link_seconds(world: World, card: Card, func: Op, args: Args, out: Any) -> float | None:
-    """Return how long a collective keeps the link, None of any other op.
+    """Return the seconds for which a collective occupies the link, None for any other op.
 
     What it works on is the larger of its tensors: together they are what all ranks have.
     """
@@ -125,7 +127,7 @@ def _group(value: Any) -> Any:
 
 
 def _data_parallel(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what DistributedDataParallel needs, half of which is C++ (torch/csrc/distributed/c10d/reducer.cpp)."""
+    """Yield replacements for DistributedDataParallel, half of it C++ (torch/csrc/distributed/c10d/reducer.cpp)."""
     dist, module = import_module("torch.distributed"), import_module("torch.nn.parallel.distributed")
     true_reducer, parallel = _has(dist, "Reducer"), module.DistributedDataParallel
     true_rebuild, true_forward = _has(true_reducer, "_rebuild_buckets"), parallel.forward
@@ -198,7 +200,7 @@ def _on_host(spec: Any) -> torch.Tensor:
 
 
 def _uncounted(ledger: VirtualLedger, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let DTensor ask for global shapes, which no card holds, without their being counted."""
+    """Exclude DTensor's computation of global shapes, which no card holds, from the count."""
 
     def ask(self: Any, op_schema: Any) -> Any:
         outer, ledger.is_inside = ledger.is_inside, True

@@ -61,7 +61,7 @@ def load_cpu_kernel() -> ctypes.CDLL | None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a library is there with all its bytes: to load one that was cut short is SIGBUS."""
+    """Return whether a library has all its bytes: loading a truncated one is SIGBUS."""
     try:
         content = library.read_bytes()
     except OSError:
@@ -92,7 +92,7 @@ def _build(compiler: str, library: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603  our own source
         if done.returncode:
             message = "\n".join(done.stderr.splitlines()[:5])
-            raise KernelBuildError(f"{compiler} cannot build {_SOURCE.name}; install gcc, or mend this:\n{message}")
+            raise KernelBuildError(f"{compiler} cannot build {_SOURCE.name}; install gcc, or fix this:\n{message}")
         with built.open("ab") as file:
             file.write(hashlib.sha256(built.read_bytes()).digest())  # behind the last section: no loader looks there
         built.replace(library)

@@ -93,7 +93,7 @@ def _update(param: Tensor, grad: Tensor, *state: Any) -> None:
 
 
 def _loads_bitsandbytes() -> bool:
-    """Return whether the library's compiled part is there; without it a stand-in fails at the first update."""
+    """Return whether the library's compiled part is there; without it a stub fails at the first update."""
     if find_spec("bitsandbytes") is None:
         return False
     try:

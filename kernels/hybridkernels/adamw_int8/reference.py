@@ -1,6 +1,6 @@
 """One AdamW update with 8-bit moments in plain torch: the definition, and what runs where there is no compiler.
 
-Also what rounds an updated value onto a weight of fewer bits, given its random words.
+Also the rounding of an updated value onto a weight of fewer bits, given its random words.
 """
 
 from collections.abc import Sequence

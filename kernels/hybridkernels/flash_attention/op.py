@@ -116,7 +116,7 @@ def _fake(q_BTNH: Tensor, *_others: Any) -> _Pair:
 
 
 def _flops(q_shape: tuple[int, ...], _k: Any, _v: Any, *options: Any, **_kwargs: Any) -> int:
-    """Two matmuls over the pairs within the window; documents are not looked at: values, not shapes, say where."""
+    """Return the FLOPs of two matmuls over the pairs within the window; documents are values, unknown here."""
     batch, seq_len, num_heads, head_dim = q_shape
     window = Options(*options).window
     beyond = seq_len - window if 0 < window < seq_len else 0  # half of the square, less what no window reaches
@@ -124,7 +124,7 @@ def _flops(q_shape: tuple[int, ...], _k: Any, _v: Any, *options: Any, **_kwargs:
 
 
 def _backward_flops(_grad: Any, q: Any, k: Any, v: Any, _out: Any, _lse: Any, *options: Any, **_kwargs: Any) -> int:
-    """Five matmuls over them: scores again, dv, dp, dq, dk."""
+    """Return the FLOPs of five matmuls over these pairs: scores again, dv, dp, dq, dk."""
     return 5 * _flops(q, k, v, *options) // 2
 
 
@@ -132,7 +132,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
     q_BTNH, k_BTKH, v_BTKH, *options = inputs
     ctx.save_for_backward(q_BTNH, k_BTKH, v_BTKH, *output, *options[:1])
     ctx.numbers, ctx.not_differentiable = options[1:], [None] * len(options)
-    ctx.set_materialize_grads(value=False)  # nobody differentiates the log-sum-exp: no zeros for it
+    ctx.set_materialize_grads(value=False)  # the log-sum-exp is never differentiated: no zeros for it
 
 
 def _differentiate(backward: Any, ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -70,7 +70,7 @@ def check_inputs(
 ) -> None:
     """Raise ValueError unless shapes, dtypes and devices go together and options are in range.
 
-    That ids rise along a row is not looked at.
+    The order of ids along a row is not checked.
     """
     tensors = (q_BTNH, k_BTKH, v_BTKH)
     if not _fit(q_BTNH, k_BTKH) or k_BTKH.shape != v_BTKH.shape:

@@ -20,7 +20,7 @@ _TAILLESS = 64
 
 
 class LaunchConfig(NamedTuple):
-    """How one kernel is cut and run."""
+    """Block sizes, warps and stages of one kernel's launch."""
 
     block_m: int
     """Query rows of a tile."""
@@ -61,7 +61,7 @@ def head_widths(head_dim: int) -> tuple[int, int]:
 
 
 def launch_config(capability: int, kernel: str, head_dim: int) -> LaunchConfig:
-    """Return how ``kernel`` (forward, dq or dkdv) is launched on a card of a compute capability, as 90."""
+    """Return the launch configuration of ``kernel`` (forward, dq or dkdv) for a compute capability, as 90."""
     by_head_dim = _CONFIGS.get(capability, _OTHER_CONFIGS)[kernel]
     return LaunchConfig(*by_head_dim[min(width for width in by_head_dim if width >= head_dim)])
 

@@ -21,7 +21,7 @@ def _add_keys(
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
     QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys from ``start`` to ``end`` contribute to dq."""
+    """Add the contribution of the keys from ``start`` to ``end`` to dq."""
     SCALE: tl.constexpr = 1.4426950408889634 * QK_SCALE
     keys = tl.arange(0, BLOCK_N)
     k_step, v_step = tl.cast(k_stride, tl.int64), tl.cast(v_stride, tl.int64)
@@ -131,7 +131,7 @@ def _add_queries(
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_M: tl.constexpr,
     QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Add what ``blocks`` blocks of queries from ``start`` on contribute to dk and dv, for each head of the group.
+    """Add the contribution of ``blocks`` query blocks from ``start`` on to dk and dv, for each head of the group.
 
     After ``near`` blocks, ``jump`` queries are passed over: those that need no mask. A single loop over blocks and
     heads goes on loading where one head ends and the next begins, and takes fewer registers than two nested ones.

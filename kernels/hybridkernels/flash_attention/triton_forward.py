@@ -2,7 +2,7 @@
 
 B batch, T sequence, N query heads, K key/value heads, H head dim. Scores are scaled by log2(e) / sqrt(H), so that
 exp2 serves; the log-sum-exp is written in natural logarithm. Windows and documents are BOUNDED: each query has a first
-key, as of ``first_keys``, and blocks of keys in front of that of a block's first query are not looked at.
+key, as of ``first_keys``, and blocks of keys in front of that of a block's first query are skipped.
 """
 
 import triton
@@ -18,7 +18,7 @@ def _attend(
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, BLOCK_N: tl.constexpr,
     QK_SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Bring the keys from ``start`` to ``end`` into the running softmax."""
+    """Add the keys from ``start`` to ``end`` to the running softmax."""
     SCALE: tl.constexpr = 1.4426950408889634 * QK_SCALE
     keys = tl.arange(0, BLOCK_N)
     k_step, v_step = tl.cast(k_stride, tl.int64), tl.cast(v_stride, tl.int64)

@@ -95,7 +95,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _heads_at_once(k_BTKH: Tensor, read_heads: int) -> int:
-    """Return how many key/value heads to work on at once, where ``read_heads`` pairs of (T, H) are read for each."""
+    """Return the number of key/value heads to process at once, if each reads ``read_heads`` pairs of (T, H)."""
     _, seq_len, _, head_dim = k_BTKH.shape
     return max(1, _CACHED_BYTES // (2 * read_heads * seq_len * head_dim * k_BTKH.element_size()))
 

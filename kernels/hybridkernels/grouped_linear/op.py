@@ -70,7 +70,7 @@ def _groups(group_ends_E: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _flops(x: tuple[int, ...], weight: tuple[int, ...], *_: Any, **_kwargs: Any) -> int:
-    """Each row meets one expert: 2 * P * F * D, each way."""
+    """Return the FLOPs: each row meets one expert, 2 * P * F * D each way."""
     return 2 * x[0] * weight[-2] * weight[-1]
 
 

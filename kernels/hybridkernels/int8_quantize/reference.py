@@ -15,7 +15,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def num_groups(num_elements: int) -> int:
-    """Return how many scales ``num_elements`` values have; the last group may be short."""
+    """Return the number of scales of ``num_elements`` values; the last group may be short."""
     return -(-num_elements // GROUP_SIZE)
 
 

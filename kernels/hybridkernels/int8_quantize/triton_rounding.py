@@ -53,7 +53,7 @@ def dynamic_scales(absmax):
 
 @triton.jit
 def group_codes(values, scales, words, STOCHASTIC: tl.constexpr):
-    """Return the (R, S) int8 codes of float32 values; ``words`` are looked at in stochastic rounding only."""
+    """Return the (R, S) int8 codes of float32 values; ``words`` are read in stochastic rounding only."""
     usable = (scales >= _SMALLEST_SCALE) & (scales < float("inf"))
     inverse = tl.math.div_rn(tl.full(scales.shape, 1.0, tl.float32), tl.where(usable, scales, 1.0))
     steps = tl.where(usable[:, None], values, 0.0) * inverse[:, None]

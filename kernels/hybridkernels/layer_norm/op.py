@@ -69,7 +69,7 @@ _layer_norm.register_autograd(_differentiate, setup_context=_save)
 
 
 def layer_norm(x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-    """Return x normalised over its last dimension, dtype of ``x``; saves ``x`` and 8 bytes a row.
+    """Return x normalised over its last dimension, dtype of ``x``; saves ``x`` and 8 bytes per row.
 
     Parameters neither of which needs a gradient have none computed, nor memory for it.
     """

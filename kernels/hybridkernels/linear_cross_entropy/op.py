@@ -2,7 +2,7 @@
 
 The gradients are made in the forward pass, where the logits are, as in Liger's fused linear cross entropy (2410.10989).
 The matrix products stay with cuBLAS; the softmax between them turns the logits into their own gradient in place, by a
-Triton kernel on CUDA, torch's ops elsewhere, so a slice costs its logits once, in the compute dtype.
+Triton kernel on CUDA, torch's ops elsewhere. So a slice costs its logits once, in the compute dtype.
 
 M tokens, C tokens of a slice, D width, V vocabulary, P padded V; R rows at a time in torch's ops.
 """
@@ -202,7 +202,7 @@ def linear_cross_entropy(
             f"linear_cross_entropy: softcap is {softcap}, num_targets {num_targets} of {len(targets_M)}; allowed: 0 or "
             "above, and from 0 to all; count the targets that are not -100"
         )
-    if not torch.is_grad_enabled():  # an autograd function is not told so
+    if not torch.is_grad_enabled():  # an autograd function does not see this
         hidden_MD, weight_VD = hidden_MD.detach(), weight_VD.detach()
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_MD, weight_VD, targets_M, chunk_tokens, softcap, num_targets
@@ -211,7 +211,7 @@ def linear_cross_entropy(
 
 
 def _count_targets(targets_M: Tensor) -> int:
-    """Return how many targets count; all of them by shape alone. Nothing of this is on the card, nor in its ledger."""
+    """Return the number of targets that count, or of all if values are unknown; unseen by card and ledger."""
     if targets_M.is_meta:
         return len(targets_M)
     with _disable_current_modes():

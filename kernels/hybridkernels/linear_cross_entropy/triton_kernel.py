@@ -14,7 +14,7 @@ from hybridkernels.ahead_of_time import CompileCase
 
 BLOCK = 4096
 NUM_WARPS = 8
-"""16 elements a thread and block: two 16-byte accesses for 16-bit logits."""
+"""16 elements per thread and block: two 16-byte accesses for 16-bit logits."""
 
 
 @triton.jit

@@ -20,7 +20,7 @@ BYTES = 1024
 def nf4_dequantize_kernel(
     codes_ptr, scale_codes_ptr, scales_ptr, mean_ptr, quantiles_ptr, scale_map_ptr, out_ptr, numel, BYTES: tl.constexpr
 ):
-    """Write quantile * (scale of the group) of two values a byte; both tables stay in the first-level cache."""
+    """Write quantile * (scale of the group) of two values per byte; both tables stay in the first-level cache."""
     offsets = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     inside = offsets * 2 < numel
     codes = tl.load(codes_ptr + offsets, mask=inside, other=0)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation as an op that saves one fp32 number a row."""
+"""Root-mean-square normalisation as an op that saves one fp32 number per row."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ _rms_norm.register_autograd(_differentiate, setup_context=_save)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return x normalised over its last dimension, dtype of ``x``; saves ``x`` and 4 bytes a row.
+    """Return x normalised over its last dimension, dtype of ``x``; saves ``x`` and 4 bytes per row.
 
     The weight may be float32 where ``x`` is not; on CUDA these are torch's own ops with fp32 scratch. One that needs no
     gradient has none computed, nor memory for it.

@@ -63,7 +63,7 @@ def rssm_rollout(
     Args:
         weights: By name ``<layer>.weight``, (E, inputs, outputs), and ``<layer>.bias``, (E, 1, outputs): ``mix``
             (Z, D), ``action`` (A, D), ``seen`` (F, D), ``gru_input`` (D, 3 H), ``gru_hidden`` (H, 3 H), ``prior``
-            (H, Z), ``head_hidden`` (H + Z, D) and ``head`` (D, 2); others are not looked at. float32 or float64.
+            (H, Z), ``head_hidden`` (H + Z, D) and ``head`` (D, 2); others are ignored. float32 or float64.
         hidden_EBH: Before the first tick; dtype and device of the weights, as everything but the classes.
         classes_EBK: Sample before the first tick, one class of each categorical, int64 in [0, Z / K). A class outside
             of it is refused on the CPU and means the nearest one on CUDA, where looking would make the host wait.
@@ -92,7 +92,7 @@ def _require_shapes(
     weights: Mapping[str, Tensor], hidden: Tensor, classes: Tensor, actions: Tensor, uniforms: Tensor,
     features: Tensor | None,
 ) -> None:  # fmt: skip
-    """Refuse what does not fit together."""
+    """Raise ``ValueError`` unless shapes, dtypes and devices agree."""
     mix, seen = weights["mix.weight"], weights["seen.weight"]
     if [tensor.dim() for tensor in (hidden, classes, actions, mix, seen)] != [3, 3, 4, 3, 3]:
         raise ValueError(

@@ -73,7 +73,7 @@ def _mix(
     CATEGORICALS: tl.constexpr, CLASSES: tl.constexpr, ACTIONS: tl.constexpr, FEATURES: tl.constexpr,
     FEATURE_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write what the GRU takes in; FEATURES is 0 where nothing is ever seen."""
+    """Write the GRU's input; FEATURES is 0 where nothing is ever seen."""
     widths, features = tl.arange(0, WIDTH), tl.arange(0, FEATURE_BLOCK)
     for row in range(count):
         mixed_D = _row_sum(classes_ptr + row * CATEGORICALS, mix_weight, CATEGORICALS, CLASSES, WIDTH)

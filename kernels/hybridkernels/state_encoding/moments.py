@@ -133,7 +133,7 @@ class MomentTable(NamedTuple):
 
 
 def moment_table(moments: Sequence[Moments], chunk: int) -> MomentTable:
-    """Return the table of moments in chunks of so many elements; the same moments find the table they had before.
+    """Return the table of moments in chunks of ``chunk`` elements, cached per set of moments.
 
     The cache holds numbers, no moments: a row is right for whatever lies at its addresses now.
     """

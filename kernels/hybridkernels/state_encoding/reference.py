@@ -39,12 +39,12 @@ RATIO_GAIN = 10.0
 
 
 def num_windows(steps: int) -> int:
-    """Return how many windows a history of so many steps has."""
+    """Return the number of windows of a history of ``steps`` steps."""
     return len(_WINDOWS[steps])
 
 
 def num_linear(steps: int) -> int:
-    """Return how many ratios and slopes a history of so many steps has."""
+    """Return the number of ratios and slopes of a history of ``steps`` steps."""
     return len(_LAGS[steps]) + 2 * len(_WINDOWS[steps])
 
 

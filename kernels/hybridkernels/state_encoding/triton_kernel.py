@@ -1,8 +1,8 @@
 """State encoding in one launch: programs stride over the chunks of all moments, the last to finish makes the features.
 
-Every moment is read once, 16 bytes a thread at a time. Sums are float32 within a chunk of 2048 elements, where they are
-added as a tree, and beyond it pairs of float32, value and rounding error: as good as float64, which consumer cards do
-at a 64th of the speed. Each program writes its pair; the one that finishes last, which an integer counter tells, adds
+Every moment is read once, 16 bytes per thread at a time. Sums are float32 within a chunk of 2048 elements, where they
+are added as a tree, and beyond it pairs of float32, value and rounding error: as good as float64, which consumer cards
+do at a 64th of the speed. Each program writes its pair; the last to finish, known by an integer counter, adds
 them in float64 in the order of the programs: results do not depend on which one that was.
 
 Legend: reference.py.

@@ -44,7 +44,7 @@ def test_a_compiler_that_fails_is_named_with_its_first_lines(
     with pytest.raises(KernelBuildError) as raised:
         load_cpu_kernel()
     head, *lines = str(raised.value).splitlines()
-    assert head == f"{program} cannot build cpu_kernel.c; install gcc, or mend this:"
+    assert head == f"{program} cannot build cpu_kernel.c; install gcc, or fix this:"
     assert lines == [f"complaint {number}" for number in range(1, 6)]
     assert list(cache.iterdir()) == []
 

@@ -668,7 +668,7 @@ def test_damaged_states_are_named_and_kept(command: Command) -> None:
     content, log = state.read_bytes(), Path("run/log.jsonl").read_bytes()
     change("train.toml", "num_steps = 4", "num_steps = 6")
     assert command(*train(), "--resume") == 2
-    assert "run/checkpoints: 2 faults\n  step-00000004: not a whole checkpoint (tensors-" in command.err
+    assert "run/checkpoints: 2 faults\n  step-00000004: damaged checkpoint (tensors-" in command.err
     assert (state.read_bytes(), Path("run/log.jsonl").read_bytes()) == (content, log)
 
 

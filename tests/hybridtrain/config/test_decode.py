@@ -183,7 +183,7 @@ def test_unknown_keys_come_sorted() -> None:
         (float, "1", "found '1' (a string); a finite number is required"),
         (str, 3, "found 3 (an integer); a string is required"),
         (str, None, "found None (null); a string is required"),
-        (str, "\ud800", "found '\\ud800' (half a surrogate pair, which is no text); a string is required"),
+        (str, "\ud800", "found '\\ud800' (half a surrogate pair, which is not text); a string is required"),
         (Path, "", "found '' (a string); a path is required"),
         (int | None, "x", "found 'x' (a string); an integer is required"),
         (tuple[int, ...], 3, "found 3 (an integer); an array is required"),

@@ -172,7 +172,7 @@ def test_values_the_decoder_cannot_read_are_refused(value: object) -> None:
     class Holder:
         held: object
 
-    with pytest.raises(TypeError, match=r"\$\.held: .* which the decoder could not read back"):
+    with pytest.raises(TypeError, match=r"\$\.held: .* which the decoder cannot read"):
         encode(Holder(held=value))
 
 
@@ -201,9 +201,9 @@ def test_toml_refuses_a_none_it_cannot_say() -> None:
         limit: int | None = 3
         items: tuple[int | None, ...] = ()
 
-    with pytest.raises(ValueError, match=r"\$\.limit: TOML cannot say None"):
+    with pytest.raises(ValueError, match=r"\$\.limit: TOML cannot express None"):
         to_toml(Holder(limit=None))
-    with pytest.raises(ValueError, match=r"\$\.items\[0\]: TOML cannot say None"):
+    with pytest.raises(ValueError, match=r"\$\.items\[0\]: TOML cannot express None"):
         to_toml(Holder(items=(None,)))
     assert encode(Holder(limit=None, items=(None,))) == {"limit": None, "items": [None]}
 

@@ -50,7 +50,7 @@ def test_every_fault_has_file_line_and_what_is_allowed(tmp_path: Path) -> None:
     for number, (line, part) in enumerate(zip(told, words, strict=False), 2):
         assert line.startswith(f"{path}, line {number}: ")
         assert part in line
-    assert "mend these lines first" in told[-1]
+    assert "fix these lines first" in told[-1]
 
 
 def test_a_long_text_is_cut_where_its_tokens_do_not_notice(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_compressed_records_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "prose.txt").write_text(PROSE)
     assert holds_records(tmp_path)
     for path in (tmp_path, tmp_path / name):
-        with pytest.raises(DataError, match="is compressed, which is not read; unpack it"):
+        with pytest.raises(DataError, match="is compressed, which is not supported; unpack it"):
             open_source(path)
 
 
@@ -131,9 +131,9 @@ def test_a_readme_and_metadata_among_prose(tmp_path: Path) -> None:
 def test_damaged_json_beside_records_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINES)
     (tmp_path / "b.json").write_text(LIST[:-1])
-    with pytest.raises(DataError, match=r"b\.json is no JSON .*; mend it, or move it away"):
+    with pytest.raises(DataError, match=r"b\.json is no JSON .*; fix it, or move it away"):
         open_source(tmp_path)
-    with pytest.raises(DataError, match=r"b\.json is no JSON .*; mend it"):
+    with pytest.raises(DataError, match=r"b\.json is no JSON .*; fix it"):
         open_source(tmp_path / "b.json")
 
 
@@ -193,7 +193,7 @@ def test_tables_are_read(tmp_path: Path, name: str) -> None:
     assert texts(open_source(tmp_path / name)) == TEXTS * 300
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match=rf"{name} is no whole (Parquet|Arrow) file .*; copy it again"):
+    with pytest.raises(DataError, match=rf"{name} is not a complete (Parquet|Arrow) file .*; copy it again"):
         texts(open_source(tmp_path / name))
 
 

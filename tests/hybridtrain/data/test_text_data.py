@@ -333,9 +333,7 @@ def test_a_chat_template_that_nothing_uses_is_refused(name: str) -> None:
     write_lines(Path("a.jsonl"), *[{"text": sentence} for sentence in SENTENCES])
     write_token_file(Path("a.bin"), np.arange(1000) % 256, TokenFormat.RAW_UINT16)
     for _ in range(2):
-        with pytest.raises(
-            DataError, match=f"chat_template: 'chatml' is used by nothing, for {name} holds no messages"
-        ):
+        with pytest.raises(DataError, match=f"chat_template: 'chatml' has no effect: {name} holds no messages"):
             opened(DataConfig(path=Path(name), chat_template="chatml"))
 
 
@@ -345,15 +343,13 @@ def test_a_share_beside_a_file_that_is_held_out_is_refused(percent: int) -> None
     for name in ("train.bin", "val.bin"):
         write_token_file(Path("tokens", name), np.arange(1000) % 256, TokenFormat.RAW_UINT16)
     assert opened(DataConfig(path=Path("tokens"))).validation is not None
-    with pytest.raises(
-        DataError, match=f"validation_percent: {percent} is used by nothing, for tokens/val.bin is held"
-    ):
+    with pytest.raises(DataError, match=f"validation_percent: {percent} has no effect: tokens/val.bin is held"):
         opened(DataConfig(path=Path("tokens"), validation_percent=percent))
 
 
 def test_an_end_token_that_bytes_do_not_have_is_refused() -> None:
     Path("a.txt").write_text(SENTENCES[0] * 9)
-    with pytest.raises(DataError, match="eos_token: '</s>' is used by nothing"):
+    with pytest.raises(DataError, match="eos_token: '</s>' has no effect"):
         opened(DataConfig(path=Path("a.txt"), eos_token="</s>"))  # noqa: S106
 
 

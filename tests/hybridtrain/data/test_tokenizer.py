@@ -53,7 +53,7 @@ def test_another_end_of_text_token(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(folder, vocab_size=300, eos_token=END_TURN)
     assert tokenizer.decode(tokenizer.eos_ids) == END_TURN
     assert tokenizer.digest != open_tokenizer(folder, vocab_size=300).digest
-    with pytest.raises(DataError, match=r"eos_token: 'nope' is no token of .*; name one"):
+    with pytest.raises(DataError, match=r"eos_token: 'nope' is not a token of .*; name one"):
         open_tokenizer(folder, vocab_size=300, eos_token="nope")  # noqa: S106
 
 
@@ -63,7 +63,7 @@ def test_another_end_of_text_token(tmp_path: Path) -> None:
         ("bos", 3, "puts token 3 around each document, the model's vocabulary has 3; use the tokenizer"),
         ("bytes", 100, "puts token 188 around each document, the model's vocabulary has 100"),
         ("tokk", 300, "does not exist; did you mean 'tok'"),
-        ("damaged.json", 300, "damaged.json is no tokenizer of the library 'tokenizers'"),
+        ("damaged.json", 300, "damaged.json is not a tokenizer of the library 'tokenizers'"),
         ("badly", 300, "tokenizer_config.json is not JSON"),
         ("half", 300, "tokenizer_config.json is not JSON .*surrogates not allowed"),
         ("empty", 300, "holds no tokenizer.json, and transformers cannot open it"),

@@ -98,7 +98,7 @@ def test_faults_of_the_shape_itself_are_told() -> None:
 
 
 def test_what_transformers_cannot_be_told_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"logit_softcap: 3\.0 cannot be told in a config\.json of Llama"):
+    with pytest.raises(ConfigError, match=r"logit_softcap: 3\.0 cannot be expressed in a config\.json of Llama"):
         hf_config_of(replace(LLAMA_GROUPED, logit_softcap=3.0))
 
 
@@ -137,10 +137,14 @@ def test_without_the_hub_a_name_there_is_one_clear_error(monkeypatch: pytest.Mon
         raise OSError("offline\nand more")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(ConfigError, match=r"'a/b' is no folder here, and the hub does not give it \(offline\); give"):
+    with pytest.raises(
+        ConfigError, match=r"'a/b' is not a folder here, and the hub does not have it \(offline\); give"
+    ):
         find_model("a/b")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match="'a/b' is no folder here, and the hub needs huggingface_hub: pip install it"):
+    with pytest.raises(
+        ConfigError, match="'a/b' is not a folder here, and the hub needs huggingface_hub: pip install it"
+    ):
         find_model("a/b")
 
 

@@ -54,7 +54,7 @@ def trained(stack: Sequence[Optimization], folder: Path, hybrid: HybridConfig | 
 MIXED = MixedPrecision()
 STEPS: dict[str, tuple[list[Optimization], dict[str, int]]] = {
     "fp32": ([], {}),
-    "mixed": ([MIXED], {DOWN: 2, UP: 4}),  # bytes a parameter and step: weights written, gradients widened
+    "mixed": ([MIXED], {DOWN: 2, UP: 4}),  # bytes per parameter and step: weights written, gradients widened
     "sums in float32": ([MIXED, GradAccumulation()], {DOWN: 2, UP: 4 * 4}),
     "no master": ([MixedPrecision(master="absent")], {DOWN: 2, UP: 4 + 4}),  # the weight is widened too
     "on the host": ([MIXED, OptimizerOffload(update_on="host")], {DOWN: 2, UP: 4}),

@@ -107,7 +107,9 @@ def test_a_damaged_state_costs_the_steps_since_the_one_before(capsys: pytest.Cap
     content[len(content) // 2] ^= 1
     TENSORS.write_bytes(content)
     assert main([*ARGUMENTS, "--resume"]) == 0
-    assert "going on from step-00000002, the newest that is whole\nresumed after step 2\n" in capsys.readouterr().out
+    assert (
+        "resuming from step-00000002, the newest intact checkpoint\nresumed after step 2\n" in capsys.readouterr().out
+    )
     assert losses("run") == losses("whole")
 
 

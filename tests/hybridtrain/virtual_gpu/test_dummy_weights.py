@@ -71,8 +71,8 @@ def test_weights_that_are_there_are_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"architectures": ["Lama"]}, "architectures: .*Lama.* is no class of transformers; name one"),
-        ({"architectures": None}, "architectures: None is no class of transformers"),
+        ({"architectures": ["Lama"]}, "architectures: .*Lama.* is not a class of transformers; name one"),
+        ({"architectures": None}, "architectures: None is not a class of transformers"),
         ({"model_type": "lama"}, "config.json: .*lama"),
     ],
 )

@@ -121,7 +121,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "cut short": (
         lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-4]) and None,
-        "no whole safetensors file",
+        "not a complete safetensors file",
     ),
     "pickle": (pickle_it, "adapter_model.bin is a pickle, which can run code and is never opened"),
     "nothing": (lambda folder: (folder / FILE).unlink(), f"holds no {FILE}"),

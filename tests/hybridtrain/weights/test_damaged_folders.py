@@ -65,7 +65,7 @@ def test_a_file_that_is_none_of_safetensors(content: bytes, tmp_path: Path) -> N
     with pytest.raises(ConfigError) as raised:
         open_folder(tmp_path, LLAMA_ODD)
     (fault,) = raised.value.faults
-    assert fault.startswith(f"{len(content)} bytes that are no whole safetensors file (")
+    assert fault.startswith(f"{len(content)} bytes that are not a complete safetensors file (")
     assert fault.endswith("copy or download it again")
     assert str(tmp_path / ONE_FILE) in str(raised.value)
 
@@ -75,7 +75,7 @@ def test_a_tensor_whose_bytes_are_not_its_own(offsets: tuple[float, float], tmp_
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
     (tmp_path / ONE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     (fault,) = faults_of(tmp_path)
-    assert "no whole safetensors file" in fault
+    assert "not a complete safetensors file" in fault
 
 
 def test_a_file_cut_short_is_told_before_anything_is_read(saved: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_file_cut_short_is_told_before_anything_is_read(saved: Path, tmp_path:
         os.truncate(path, length)
         path.write_bytes(path.read_bytes() + content)
         (fault,) = faults_of(folder)
-        assert fault.startswith(f"{length + len(content)} bytes that are no whole safetensors file (incomplete")
+        assert fault.startswith(f"{length + len(content)} bytes that are not a complete safetensors file (incomplete")
 
 
 def test_a_file_cut_short_while_it_is_read_is_an_error(saved: Path, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_an_index_that_names_what_is_not_there(saved: Path, tmp_path: Path) -> N
     index["weight_map"]["model.norm.bias"] = shard
     (folder / INDEX).write_text(json.dumps(index))
     assert faults_of(folder) == (
-        f"model.norm.bias: said to be in {shard}, which has none; take the index of these shards",
+        f"model.norm.bias: said to be in {shard}, which has none; use the index of these shards",
     )
 
 
@@ -139,7 +139,7 @@ def test_missing_misshapen_and_surplus_tensors_are_told_together(tmp_path: Path)
     assert faults == (
         "model.layers.0.mlp.up_proj.weight: of type F64, must be F32, F16, BF16; convert it, or take another version",
         "model.layers.1.mlp.up_proj.weight: missing; it must be there with shape (50, 36): download the folder again",
-        "model.norm.weight: (35,) must be (36,); take the config.json of these weights",
+        "model.norm.weight: (35,) must be (36,); use the config.json of these weights",
         "model.norm.bias: no weight of this model; there must be no others: check its config.json",
     )
 
@@ -147,7 +147,7 @@ def test_missing_misshapen_and_surplus_tensors_are_told_together(tmp_path: Path)
 def test_weights_of_another_shape_are_told(saved: Path) -> None:
     faults = faults_of(saved / "one", replace(LLAMA_ODD, num_blocks=1, ffn_width=51))
     assert (
-        "model.layers.0.mlp.up_proj.weight: (50, 36) must be (51, 36); take the config.json of these weights" in faults
+        "model.layers.0.mlp.up_proj.weight: (50, 36) must be (51, 36); use the config.json of these weights" in faults
     )
     assert sum("no weight of this model" in fault for fault in faults) == 9
 
@@ -217,7 +217,7 @@ def test_nothing_is_unpickled(name: str, tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_and_no_folder(tmp_path: Path) -> None:
     assert faults_of(tmp_path)[0].startswith("holds no model.safetensors and no model.safetensors.index.json")
-    assert faults_of(tmp_path / "absent")[0].startswith("is no folder")
+    assert faults_of(tmp_path / "absent")[0].startswith("is not a folder")
 
 
 # ---- what tells folders apart

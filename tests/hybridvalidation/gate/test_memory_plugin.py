@@ -151,7 +151,7 @@ def test_a_smaller_peak_fails_until_it_is_approved(pytester: pytest.Pytester) ->
 
 
 def test_a_plan_that_the_card_holds_no_more_fails(pytester: pytest.Pytester) -> None:
-    write(pytester, width=8192)  # 16 bytes a parameter: 2 GiB
+    write(pytester, width=8192)  # 16 bytes per parameter: 2 GiB
     run(pytester, "--memory-approve")
     write(pytester, width=32768)
     gone = run(pytester)

@@ -61,7 +61,7 @@ def answer(name: str, *records: StackRun, **question: Any) -> Metric:
 
 @pytest.mark.parametrize(
     ("parts", "gigabytes"),
-    [  # bytes a parameter of the 13.14B model, and what is stated beside
+    [  # bytes per parameter of the 13.14B model, and what is stated beside
         (EVERYTHING, 16 * 13.14 + 20),
         (StatedParts(weight=2, grad=2, optim_state=2, activation_gb=5), 6 * 13.14 + 5),
         (StatedParts(weight=2, grad=2, activation_gb=5), 4 * 13.14 + 5),
