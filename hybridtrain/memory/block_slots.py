@@ -67,7 +67,7 @@ class Visit:
     """Whether all of a block is used that is cut among ranks, so that it can be gathered ahead."""
 
 
-class BlockPlaces:
+class BlockSlots:
     """Brings stored weights of blocks to the device, prefetched where visits are planned, and back.
 
     ``streamed`` blocks wait below the device and share ``num_slots``; ``layout`` is that of a block's stored tensors.

@@ -64,7 +64,7 @@ class TierAccount:
         return {kind: size for (place, kind), size in self._by_class.items() if place is placement and size}
 
 
-class Bytes(Protocol):
+class BufferContent(Protocol):
     """The content of a buffer: ``HostBytes`` or a ``DiskFile``."""
 
     def read(self, offset: int, target: Tensor) -> None:

@@ -95,7 +95,7 @@ def _efficiencies() -> dict[str, Efficiency]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeError:
+class SpeedAccuracy:
     """The error of estimated tokens/s against recorded ones that were left out of the fit: their ratio less 1."""
 
     runs: int
