@@ -320,7 +320,8 @@ def _finish(run: _Run, result: TrainResult, stop: "_Interruption") -> None:
         run.say(hybrid_summary(run.hybrid))
     if result.validation is not None:
         run.say(result.validation.as_text())
-    if file.sample_tokens and not run.is_stopped(stop):
+    # Asked on every rank: the others wait here until the first one has saved.
+    if not run.is_stopped(stop) and file.sample_tokens:
         run.say(f"a sample of {file.sample_tokens} tokens (sample_tokens):")
         run.say(
             sample_text(
