@@ -47,8 +47,8 @@ _ASKED_BYTES = re.compile(r"tried to allocate (\d+) bytes")
 _USAGE = "hybridtrain VERB [OPTIONS]"
 EXIT_CODES = (
     "Exit codes: 0 it went well, 1 the answer is no or a run failed, 2 wrong arguments or files, 70 the program is at "
-    "fault, 75 a training run was stopped and --resume goes on, 130 stopped by Ctrl-C, 141 nobody read the answer, 143 "
-    "by SIGTERM; gate and bench have codes of their own. With --json faults are one JSON object too."
+    "fault, 75 a training run was interrupted and --resume goes on, 130 interrupted by Ctrl-C, 141 the reader closed "
+    "the pipe, 143 ended by SIGTERM; gate and bench have codes of their own. With --json faults are one JSON object too."
 )
 _TERMINATED = 143
 """By SIGTERM."""

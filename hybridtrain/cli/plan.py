@@ -73,7 +73,7 @@ def dry_run(
         accum: Micro-batches per step; default: the stack's.
         suggest: Where it does not fit, run all other stacks dry too.
         savings: Run it dry without each optimization too, and tell what each saves.
-        world: Cards that train together, a rank each; the stack's zero says what is cut among them.
+        world: Number of cards, one rank each. The stack's zero says what is sharded.
     """
     from hybridtrain.models.find_model import find_model
     from hybridtrain.models.model_config import asked_workload
@@ -225,11 +225,11 @@ def fit(
     Args:
         seq: Tokens per sequence; default: 2048, or the model's maximum if that is less.
         tokens_per_step: Tokens per optimizer step; default: 131072, rounded to whole sequences.
-        tokens: Of the data set, for the hours it takes.
+        tokens: Tokens in the data set; for the hours.
         method: full (at each level of exactness), lora, qlora; with commas between them.
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
-        world: Number of cards; state that would be equal on all is sharded if the optimizer allows it (ZeRO).
-        quick: Leave out the full dry run of the fastest option: a few seconds less, and no bytes are planned.
+        world: Number of cards; optimizer state is sharded among them if the optimizer allows it (ZeRO).
+        quick: Skip the full dry run of the fastest option: a few seconds less, and all bytes are extrapolated.
         write: Folder for a stack file and a training file of every option that fits.
     """
     from hybridtrain.reports.fit_report import FitArguments, fit_command

@@ -54,8 +54,8 @@ def train(
 ) -> Answer:  # fmt: skip
     """Train a model on your own text.
 
-    SIGINT and SIGTERM end a run after the step at work, saved; a second one ends it at once. Exit code 0 when the run
-    is done or was done before, 75 when a signal ended it and --resume goes on, 130 when a second one did.
+    On SIGINT or SIGTERM the run finishes the current step, saves and ends. A second signal ends it at once.
+    Exit code 0 when the run is done or was done before, 75 after a signal (--resume goes on), 130 after a second one.
 
     On several cards: torchrun --nproc-per-node 2 -m hybridtrain train train.toml; the first rank writes log and states.
 
@@ -70,7 +70,7 @@ def train(
         change: With --resume, settings that may be others than the saved run's, with commas between them: optimizer.lr,
             schedule.
         allow_data_change: With --resume, go on with other data.
-        rank_timeout_s: Of several ranks, how long one waits for another before it ends.
+        rank_timeout_s: Seconds that a rank waits for another one before it gives up.
     """
     from hybridtrain.data.corpus import open_corpus
     from hybridtrain.errors import ConfigError

@@ -42,7 +42,7 @@ from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.cards.roofline import Bound
 
 _QUALITY = {
-    "exact": "the reference for the others",
+    "exact": "the others are compared with this one; itself against plain fp32",
     "lora": "see the guide's page LoRA",
     "qlora": "see the guide's pages LoRA and NF4 weights",
 }
@@ -251,7 +251,7 @@ class FitReport:
                 "write its training files" if self.folder is None else f"train it on {format_count(self.tokens)} tokens"
             )
             lines.append(
-                f"recommended: {best.name}, the most exact option within 5 % of the fastest; to {goal}:\n"
+                f"recommended: {best.name}, the most exact of the options within 5 % of the fastest; to {goal}:\n"
                 f"  {self.command(best)}"
             )
             others = [train_path(Path(), option).name for option in self.options if option.fits and option is not best]

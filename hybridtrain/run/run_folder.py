@@ -147,7 +147,7 @@ def read_run_files(folder: Path) -> tuple[TrainFile, JsonMapping]:
     if not is_run(folder):
         raise ConfigError(
             str(folder),
-            [f"holds no {_TRAINING}; it must be the --out of hybridtrain train: check it, or --resume it once"],
+            [f"holds no {_TRAINING}; so it is no run folder: check the path, or resume the run once, which writes it"],
         )
     try:
         data = json.loads(read_plain(folder / _DATA))

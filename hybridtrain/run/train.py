@@ -431,7 +431,9 @@ def _read_by_all(file: TrainFile, data: RunData) -> JsonMapping:
 
 def _require_ranks(file: TrainFile, group: Group) -> None:
     if group.world > 1 and file.hybrid is not None:
-        raise ConfigError("[hybrid]", [f"{group.world} ranks train without it; drop the table, or start one rank"])
+        raise ConfigError(
+            "[hybrid]", [f"{group.world} ranks were started, and it works on one; remove the table, or start one rank"]
+        )
     cuts = any(part.kind == "zero" for part in file.optimizations)
     if group.world > 1 and cuts and file.adapter_from is not None:
         faults = ["adapters are loaded whole, zero cuts them; drop zero, or start one rank"]

@@ -54,9 +54,9 @@ def gate(
     Example: hybridtrain gate 1b-16gb
 
     Args:
-        names: Scenarios (default: all), or: recorded, peers (other trainers, where their packages are installed;
-            recorded/peft for one file), kernels (Triton kernels compiled for every card; kernels/sm_89 for one).
-        accept: Keep today's figures: a new record stands for the one before it.
+        names: Scenarios (default: all), or: recorded and peers (other trainers, if installed; one file: recorded/peft),
+            kernels (Triton kernels compiled for every card; one card: kernels/sm_89).
+        accept: Accept today's figures: a new record replaces the previous one.
         reason: Why accepted figures may change; --accept needs it where one is replaced. New records keep it.
         jobs: Processes at a time; default: one for each core.
         markdown: Write what was found for a pull request; GitHub's step summary and annotations come by themselves.

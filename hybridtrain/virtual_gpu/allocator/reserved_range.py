@@ -63,7 +63,7 @@ class ReservedRange:
             fits = "fit this card, which gives cached segments back when it is full"
             refused = "may be refused by this card, whose free memory they leave in pieces"
             lengths = f"; steps of mixed lengths {fits if self.lengths_fit else refused}"
-        return f"reserved may differ from this plan (no cap): {told}{lengths} (planned, the trace replayed in variants)"
+        return f"reserved bytes may differ from the plan: {told}{lengths} (planned, by replaying variants)"
 
 
 def _signed(size: int) -> str:
