@@ -48,7 +48,8 @@ _USAGE = "hybridtrain VERB [OPTIONS]"
 EXIT_CODES = (
     "Exit codes: 0 it went well, 1 the answer is no or a run failed, 2 wrong arguments or files, 70 the program is at "
     "fault, 75 a training run was interrupted and --resume goes on, 130 interrupted by Ctrl-C, 141 the reader closed "
-    "the pipe, 143 ended by SIGTERM; gate and bench have codes of their own. With --json faults are one JSON object too."
+    "the pipe, 143 ended by SIGTERM; gate and bench have codes of their own. With --json faults are one JSON object "
+    "too."
 )
 _TERMINATED = 143
 """By SIGTERM."""
