@@ -1,6 +1,7 @@
 """Runs of a scenario under its stacks: dry runs, proxies trained on the CPU, steps measured on a CUDA card."""
 
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -10,10 +11,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import torch
 
+from hybridtrain.config.decode import decode
+from hybridtrain.config.encode import to_json
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import DivergenceError
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
@@ -260,16 +265,20 @@ def plan_all(jobs: Sequence[Job], *, processes: int | None = None) -> Iterator[t
         return
     program_digest()  # now: what is edited while this runs must not count as what ran
     pool = ProcessPoolExecutor(width, mp_context=multiprocessing.get_context("spawn"), initializer=_set_up)
+    folder = TemporaryDirectory(prefix="hybridtrain-plans-")
     try:
-        waiting: dict[Future[StackRun], Job] = {pool.submit(_plan, job): job for job in jobs}
+        paths = [Path(folder.name, f"{number}.json") for number in range(len(jobs))]
+        waiting = {pool.submit(_plan_to, *pair): pair for pair in zip(jobs, paths, strict=True)}
         while waiting:
             for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                yield (job := waiting.pop(future)), _answer(job, future)
+                job, path = waiting.pop(future)
+                yield job, _answer(job, future, path)
         pool.shutdown()
     finally:  # left early: nobody wants the rest
         for process in multiprocessing.active_children():
             process.kill()
         pool.shutdown(cancel_futures=True)  # waits, so that its thread alone reaps them
+        folder.cleanup()
 
 
 def _set_up() -> None:
@@ -298,9 +307,15 @@ def _plan(job: Job) -> StackRun:
         gc.set_threshold(*before)
 
 
-def _answer(job: Job, future: Future[StackRun]) -> StackRun:
+def _plan_to(job: Job, path: Path) -> None:
+    """Write a plan to a file: a process killed while it sends much leaves the pool waiting for the rest for ever."""
+    path.write_text(to_json(_plan(job)), encoding="ascii")
+
+
+def _answer(job: Job, future: Future[None], path: Path) -> StackRun:
     try:
-        return future.result()
+        future.result()
+        return decode(StackRun, json.loads(path.read_text(encoding="ascii")), source=path.name)
     except BrokenProcessPool:
         return _failed(
             job, "a process that planned was killed, by the system if it was out of memory; --jobs 1 takes less"
