@@ -76,7 +76,7 @@ def test_text_says_what_fits_and_how_it_was_found(arguments: list[str], capsys: 
     assert main([*arguments, "--method", "lora", "--quick"]) == 0
     text = capsys.readouterr().out
     assert "fits" in text
-    assert "extended from a dry run of three blocks" in text
+    assert "extrapolated from a dry run of three blocks" in text
 
 
 def test_a_way_that_only_the_margin_has_no_room_for_fits_barely(

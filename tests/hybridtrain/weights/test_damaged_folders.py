@@ -93,7 +93,7 @@ def test_a_file_cut_short_while_it_is_read_is_an_error(saved: Path, tmp_path: Pa
     folder = copy_of(saved / "one", tmp_path)
     source = open_folder(folder, LLAMA_ODD)
     os.truncate(folder / ONE_FILE, 5000)
-    with pytest.raises(ConfigError, match="the file ends within it"):
+    with pytest.raises(ConfigError, match="the file became shorter"):
         source.read("embedding.token", slice(0, 101 * 36))
 
 
