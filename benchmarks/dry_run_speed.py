@@ -12,7 +12,8 @@ from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.models.model_config import Workload
 from hybridtrain.models.model_config import model_preset
 from hybridtrain.virtual_gpu.cards.card import find_card
-from hybridvalidation.scenario_files import ScenarioFiles, default_folder
+from hybridtrain.stacks import default_folder
+from hybridvalidation.scenario_files import ScenarioFiles
 imported = time.perf_counter()
 model, stack, seq_len = sys.argv[1], sys.argv[2], int(sys.argv[3])
 plan = ScenarioFiles(default_folder()).stack(stack).plan()

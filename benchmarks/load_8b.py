@@ -52,7 +52,8 @@ def make_folder(folder: Path, shape: ModelConfig) -> None:
         shards.setdefault(f"model-{block}.safetensors", []).extend((name, weight.shape) for name in weight.names)
     mark = torch.full((1,), MARK, dtype=torch.bfloat16)
     for shard, tensors in shards.items():
-        with closing(TensorFileWriter(folder / shard, tensors, torch.bfloat16)) as writer:
+        entries = [(name, size, torch.bfloat16) for name, size in tensors]
+        with closing(TensorFileWriter(folder / shard, entries)) as writer:
             for name, size in tensors:
                 for place in (0, torch.Size(size).numel() - 1):
                     writer.write(name, place, mark)
