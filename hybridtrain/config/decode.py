@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
@@ -216,8 +217,10 @@ class _Decoder:
 
     def _renamed(self, cls: type, value: Mapping[str, object], path: str) -> Mapping[str, object]:
         """Return a table with the keys of the class in place of other names for them."""
+        aliases = _aliases(cls)
+        if not aliases:
+            return value
         renamed: dict[str, object] = {}
-        aliases = OPTIONS.get(cls.__name__, {}) | (RENAMED if "description" in hints_of(cls) else {})
         for key, item in value.items():
             name = aliases.get(key, key)
             given = [other for other in value if aliases.get(other, other) == name]
@@ -307,3 +310,9 @@ def _list(choices: tuple[object, ...] | list[str]) -> str:
 
 def _child(path: str, key: str) -> str:
     return f"{path}.{key}" if _PLAIN_KEY.fullmatch(key) else f"{path}[{key!r}]"
+
+
+@cache
+def _aliases(cls: type) -> Mapping[str, str]:
+    """Return the other names of a class's keys."""
+    return OPTIONS.get(cls.__name__, {}) | (RENAMED if "description" in hints_of(cls) else {})

@@ -1,6 +1,6 @@
 """Value rules that many configuration classes share."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
@@ -37,6 +37,11 @@ def refuse(faults: Iterable[str]) -> None:
     """Raise ``ValueError`` with all faults, a line each, if there are any."""
     if text := "\n".join(faults):
         raise ValueError(text)
+
+
+def repeated(names: Sequence[str]) -> list[str]:
+    """Return the names that appear more than once, sorted."""
+    return sorted({name for name in names if names.count(name) > 1})
 
 
 def below_least(owner: object, names: Iterable[str], least: int = 1) -> list[str]:

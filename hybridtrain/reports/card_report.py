@@ -8,9 +8,11 @@ from hybridtrain.config.encode import encode
 from hybridtrain.planning.figures import refused_request
 from hybridtrain.units import format_bytes, to_gib
 from hybridtrain.virtual_gpu.allocator.allocator_config import round_size, segment_size
+from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 
 _HOLDERS_SHOWN = 5
+_FITS = {FitVerdict.FITS: "yes", FitVerdict.BARELY: "barely", FitVerdict.NO: "NO"}
 
 
 def card_mapping(run: CardRun, phase_of: Callable[[int], str] = lambda _step: "full") -> dict[str, object]:
@@ -35,6 +37,11 @@ def card_mapping(run: CardRun, phase_of: Callable[[int], str] = lambda _step: "f
         "oom": None if run.oom is None else encode(refused_request(run.oom)),
         "evidence": {"memory": "planned", "time": "estimated"},
     }  # fmt: skip
+
+
+def fits_cell(verdict: FitVerdict) -> str:
+    """Return whether a plan fits as a cell of a column 'fits'."""
+    return _FITS[verdict]
 
 
 def bytes_table(title: str, sizes: Mapping[str, int]) -> str:

@@ -271,11 +271,8 @@ class FitReport:
 
     def _row(self, option: TrainingOption) -> list[str]:
         mark = {"estimated": "~", "arithmetic": "~~"}.get(option.evidence, "")
-        hours, candidate, offloaded = (
-            option.hours(self.tokens),
-            option.candidate,
-            (option.host_bytes, option.disk_bytes),
-        )
+        hours, candidate = option.hours(self.tokens), option.candidate
+        offloaded = (option.host_bytes, option.disk_bytes)
         return [
             "NO" if (verdict := self.verdict(option)) is FitVerdict.NO else verdict.value,
             option.name,

@@ -1,4 +1,4 @@
-"""Tables: their style, a column of verdicts, and the folder they are written to.
+"""Tables: their style, and the folder they are written to.
 
 GitHub shows at most seven columns well, and sentences better below a table than within.
 """
@@ -10,16 +10,9 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hybridtrain.atomic_write import replace_file
-from hybridtrain.virtual_gpu.cards.card import FitVerdict
 
 TERMINAL, MARKDOWN = "simple", "github"
 _MOST_COLUMNS = 7
-_FITS = {FitVerdict.FITS: "yes", FitVerdict.BARELY: "barely", FitVerdict.NO: "NO"}
-
-
-def fits_cell(verdict: FitVerdict) -> str:
-    """Return whether a plan fits as a cell of a column 'fits'."""
-    return _FITS[verdict]
 
 
 def write_page(results: Path, name: str, text: str) -> Path:

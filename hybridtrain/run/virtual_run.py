@@ -139,9 +139,10 @@ class VirtualRun:
         if basis.growth is not None and self.fits:
             free = self.run.card.memory_bytes - self.run.device_used_bytes
             worth.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
-        refused = refusal_line(self.run, before_steps="before the first step") if self.run.oom else ""
-        hint = [refused, "what the whole step takes, a larger --card tells"]
-        return "; ".join([*([self.run.card.told(self.run.verdict)] if self.fits else hint), *worth])
+        if self.fits:
+            return "; ".join([self.run.card.told(self.run.verdict), *worth])
+        refused = refusal_line(self.run, before_steps="before the first step")
+        return "; ".join([refused, "what the whole step takes, a larger --card tells", *worth])
 
 
 def run_script(

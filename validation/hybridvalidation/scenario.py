@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from hybridtrain.config.rules import Most, above_most, below_least
+from hybridtrain.config.rules import Most, above_most, below_least, repeated
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.models.model_spec import ModelSpec
@@ -225,6 +225,6 @@ class TargetFile:
 
     def __post_init__(self) -> None:
         names = [target.id for target in self.target]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = repeated(names)
         if twice:
             raise ValueError(f"target: stated twice: {', '.join(twice)}; give each its own id")

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from command import Command
 from hybridkernels.adamw_int8 import cpu_build
 from hybridtrain.cli import machine
-from hybridtrain.cli.main import main
 from hybridtrain.data.token_file import TokenFormat, write_token_file
 from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import PRESETS
@@ -152,28 +152,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     return tmp_path
-
-
-class Command:
-    """Runs the command in this process and keeps what it wrote."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-        self.out = self.err = ""
-
-    def __call__(self, *arguments: str) -> int:
-        code = main(arguments)
-        self.out, self.err = self._capsys.readouterr()
-        return code
-
-    def json(self, *arguments: str, code: int = 0) -> dict[str, Any]:
-        """Run with ``--json`` and return the one object on standard output; nothing else may be written."""
-        assert self(*arguments, "--json") == code
-        assert self.err == ""
-        assert self.out.count("\n") == 1
-        found = json.loads(self.out)
-        assert isinstance(found, dict)
-        return found
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridtrain.cli.main import main
+from command import Command
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode
 from hybridtrain.data.corpus import embedded_corpus
@@ -71,28 +70,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "gpt2.toml").write_text(GPT2)
     (tmp_path / "llama.toml").write_text(LLAMA)
     return tmp_path
-
-
-class Command:
-    """Runs the command in this process and keeps what it wrote."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-        self.out = self.err = ""
-
-    def __call__(self, *arguments: str) -> int:
-        code = main(arguments)
-        self.out, self.err = self._capsys.readouterr()
-        return code
-
-    def json(self, *arguments: str, code: int = 0) -> dict[str, Any]:
-        """Run with ``--json`` and return the one object on standard output; nothing else may be written."""
-        assert self(*arguments, "--json") == code, self.out + self.err
-        assert self.err == ""
-        assert self.out.count("\n") == 1
-        found = json.loads(self.out)
-        assert isinstance(found, dict)
-        return found
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
+from hybridtrain.config.rules import repeated
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
@@ -110,8 +111,7 @@ class PeerFile:
 
     def __post_init__(self) -> None:
         names = [run.id for run in self.runs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        faults = [f"runs: '{name}' is there twice; give each its own id" for name in twice]
+        faults = [f"runs: '{name}' is there twice; give each its own id" for name in repeated(names)]
         if self.workload is not None:
             faults += _cut_faults(self.runs, self.workload.batch_size)
         if faults:

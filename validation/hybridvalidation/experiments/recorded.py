@@ -13,6 +13,7 @@ from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
+from hybridtrain.config.rules import repeated
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.virtual_gpu.cards.card import find_card
@@ -81,7 +82,7 @@ class Source:
 
     def __post_init__(self) -> None:
         names = [run.id for run in self.runs]
-        faults = [f"runs: '{name}' is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        faults = [f"runs: '{name}' is there twice" for name in repeated(names)]
         if sum(run.role is Role.CALIBRATE for run in self.runs) > 1:
             faults.append("runs: more than one has the role 'calibrate'; at most one run of a source is fitted on")
         known = {quantity for run in self.runs for quantity in run.recorded}

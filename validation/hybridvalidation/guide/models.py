@@ -1,8 +1,9 @@
 """What to train a model with: the fastest stacks on record, and what ``hybridtrain fit`` says as a page is built."""
 
 from hybridtrain.models.hf_config import hf_architectures
+from hybridtrain.reports.card_report import fits_cell
 from hybridtrain.reports.fit_report import FitArguments, fit_command
-from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
+from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.show.results import Results

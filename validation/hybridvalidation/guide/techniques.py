@@ -12,7 +12,8 @@ from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.planning.savings import without
-from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
+from hybridtrain.reports.card_report import fits_cell
+from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.stacks import STACK_UNIONS, Stack
 from hybridtrain.units import to_gib
 from hybridtrain.virtual_gpu.cards.card import find_card

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from hybridtrain.config.decode import Unions, load_toml
-from hybridtrain.config.rules import below_least
+from hybridtrain.config.rules import below_least, repeated
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.models.model_config import ModelConfig
@@ -491,7 +491,7 @@ class LadderFile(Protocol):
         names = [configuration.name for configuration in self.arms]
         stacks = [stack for configuration in self.arms for stack in configuration.stacks]
         faults += _twice("arms", names)
-        faults += [f"arms: stack '{name}' has two" for name in sorted({n for n in stacks if stacks.count(n) > 1})]
+        faults += [f"arms: stack '{name}' has two" for name in repeated(stacks)]
         if not self.margin_nats > 0 or not 0 < self.alpha < 1:
             faults.append(f"margin_nats, alpha: {self.margin_nats}, {self.alpha} must be above 0, alpha below 1")
         if self.baseline.fine_tunes or self.baseline.optimizer != self.optimizer.kind:
@@ -676,7 +676,7 @@ def _size_faults(
 
 
 def _twice(key: str, names: list[str]) -> list[str]:
-    return [f"{key}: '{name}' appears twice" for name in sorted({name for name in names if names.count(name) > 1})]
+    return [f"{key}: '{name}' appears twice" for name in repeated(names)]
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hybridtrain.planning.figures import MemoryFigures
-from hybridtrain.reports.tables import MARKDOWN, fits_cell, table
+from hybridtrain.reports.card_report import fits_cell
+from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
