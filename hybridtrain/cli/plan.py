@@ -147,16 +147,17 @@ def virtual(
 def dummy_weights(folder: Path, /, *, common: Common = COMMON) -> Answer:  # noqa: ARG001  every verb takes them
     """Write weights that take no disk beside a model's config.json, for scripts that call from_pretrained.
 
-    Then run the script on that folder with hybridtrain virtual. Needs transformers; nothing is downloaded.
+    A new folder that is named as a preset gets the preset's config.json too. Then run the script on that folder with
+    hybridtrain virtual. Needs transformers; nothing is downloaded.
 
     Example: hybridtrain dummy-weights models/llama-3.1-8b
 
     Args:
-        folder: With the model's config.json (and its tokenizer, where the script loads one).
+        folder: New and named as a preset; or with the model's config.json, and the tokenizer that the script loads.
     """
-    from hybridtrain.virtual_gpu.facade.dummy_weights import write_dummy_weights
+    from hybridtrain.weights.dummy_weights import write_dummy_model
 
-    files, dtype = write_dummy_weights(folder)
+    files, dtype = write_dummy_model(folder)
     size = sum(file.stat().st_size for file in files)
     names, name = names_of(files), str(dtype).removeprefix("torch.")
     return Answer(

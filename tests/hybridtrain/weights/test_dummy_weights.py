@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.models.model_config import PRESETS
 from hybridtrain.virtual_gpu import VirtualGpu
-from hybridtrain.virtual_gpu.facade.dummy_weights import write_dummy_weights
+from hybridtrain.weights.dummy_weights import write_dummy_model, write_dummy_weights
 
 LLAMA = LlamaConfig(
     architectures=["LlamaForCausalLM"], vocab_size=2**15, hidden_size=2048, intermediate_size=4096,
@@ -42,6 +43,20 @@ def test_a_script_loads_the_model_and_no_byte_of_it_is_on_disk(tmp_path: Path, c
         assert torch.cuda.memory_allocated() >= size
     assert size < sum(file.stat().st_size for file in files) < size + 2**15
     assert sum(file.stat().st_blocks * 512 for file in files) < 2**16
+
+
+def test_a_new_folder_named_as_a_preset_gets_its_configuration(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "qwen2.5-0.5b"
+    files, dtype = write_dummy_model(folder)
+    assert dtype is torch.bfloat16
+    assert all(file.is_file() for file in files)
+    with VirtualGpu("rtx-4090"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert sum(parameter.numel() for parameter in model.parameters()) == PRESETS["qwen2.5-0.5b"].num_params
+    with pytest.raises(ConfigError, match="already; name a folder"):
+        write_dummy_model(folder)
+    with pytest.raises(ConfigError, match="no such file"):
+        write_dummy_model(tmp_path / "no-preset")
 
 
 @pytest.mark.parametrize(("named", "dtype"), [(None, torch.float32), ("float16", torch.float16)])
