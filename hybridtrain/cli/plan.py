@@ -106,6 +106,7 @@ def virtual(
     world: Count | None = None,
     rank: int = 0,
     link: str = "pcie",
+    explain: Flag = False,
     allocation: Allocation = ALLOCATION,
     common: Common = COMMON,
 ) -> Answer:
@@ -123,6 +124,7 @@ def virtual(
             Default: the launcher's number; without a launcher a single process.
         rank: Which one.
         link: Between the cards: pcie, nvlink, ethernet, or a .toml file with its figures.
+        explain: Also print bytes by class and module, each step, and every place where a placeholder value was read.
     """
     from hybridtrain.errors import ConfigError
     from hybridtrain.run.virtual_run import run_script
@@ -141,7 +143,7 @@ def virtual(
         raise ConfigError("virtual", [str(error)]) from error
     found = run_script(command, gpu, host_memory_bytes=memory, quiet=common.json)
     allocation.write(found.run)
-    return Answer(text=found.as_text(), content=found.as_mapping(), code=0 if found.fits else 1)
+    return Answer(text=found.as_text(explain=explain), content=found.as_mapping(), code=0 if found.fits else 1)
 
 
 def dummy_weights(folder: Path, /, *, common: Common = COMMON) -> Answer:  # noqa: ARG001  every verb takes them

@@ -2,18 +2,22 @@
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 
 from hybridtrain.errors import ConfigError, HybridTrainError, reasons
 from hybridtrain.reports.card_report import (
     bytes_table,
     card_mapping,
     class_table,
-    holders_text,
-    memory_line,
-    refusal_line,
+    figure_lines,
+    peak_figures,
+    place_of,
+    sizes_text,
+    verdict_line,
 )
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
@@ -24,10 +28,7 @@ from hybridtrain.virtual_gpu.facade.estimate import by_module
 from hybridtrain.virtual_gpu.facade.launchers import missing_script, python_command
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
-_MODULES_SHOWN = 8
-_STAND_INS_SHOWN = 8
-_REFUSALS_SHOWN = 3
-_STEPS_SHOWN = 6
+_PLACES_SHOWN = 3
 _RUNNER = "<frozen runpy>"
 
 
@@ -83,66 +84,85 @@ class VirtualRun:
             "basis": self.basis.as_mapping(),
         }
 
-    def as_text(self) -> str:
-        """Return the same for a reader."""
+    def as_text(self, *, explain: bool = False) -> str:
+        """Return the same for a reader: the verdict first; with ``explain`` also tables, and every place."""
         run, world = self.run, self.gpu.world
-        cards = run.card.name if world.size == 1 else f"rank {world.rank} of {world.size} x {run.card.name}"
-        held = [(name or "(no module)", size) for name, size in by_module(run).items()]
-        modules, rest = dict(held[:_MODULES_SHOWN]), held[_MODULES_SHOWN:]
-        if rest:
-            modules[f"({len(rest)} others)"] = sum(size for _, size in rest)
-        peaks = [
-            f"step {step.step} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} {step.unit}".strip()
-            for step in run.steps
+        cards = run.card.name if world.size == 1 else f"{run.card.name} (rank {world.rank} of {world.size})"
+        verdict = verdict_line(
+            run, self.script, run.verdict, cards=cards, before_steps="before the first step", is_whole=False
+        )
+        figures = [
+            *peak_figures(run),
+            ("by module", sizes_text(_by_list(by_module(run)))),
+            ("parameters", format_count(self.gpu.num_params)),
         ]
-        if len(peaks) > _STEPS_SHOWN:
-            peaks[_STEPS_SHOWN // 2 : -_STEPS_SHOWN // 2] = [f"{len(peaks) - _STEPS_SHOWN} more"]
+        if self.fits:
+            speed = f"{format_seconds(run.time.seconds)} per step, bottleneck: {run.time.bound} (estimated)"
+            figures.insert(0, ("speed", speed))
         lines = [
-            f"{self.script}, {cards}: {format_count(self.gpu.num_params)} parameters\n",
-            class_table(run),
-            f"\n{bytes_table('by module', modules)}",
-            f"\n{memory_line(run)}",
-            *filter(None, [run.card.source_note, "" if self.reserved is None else self.reserved.as_text()]),
-            f"{format_bytes(self.gpu.host_peak_bytes)} of tensors on the host (planned)",
-            "; ".join(peaks),
-            f"{format_seconds(run.time.seconds)} a step, {run.time.bound}-bound (estimated)"
-            if self.fits
-            else "no time of a step: the last one did not end",
-            *self._remarks(),
-            self.basis.as_text(),
-            holders_text(run),
-            self._verdict(),
+            verdict,
+            *(f"  {caveat}" for caveat in self._caveats()),
+            *figure_lines(figures),
+            *(f"  {remark}" for remark in self._remarks(explain=explain)),
+            f"  {self.basis.as_text()}",
         ]
-        return "\n".join(filter(None, lines))
+        if explain:
+            lines += [
+                f"\n{class_table(run)}",
+                f"\n{bytes_table('by module', by_module(run))}\n",
+                *(
+                    f"step {step.step}: {to_gib(step.allocated_bytes):.2f} GiB at {place_of(step)}"
+                    for step in run.steps
+                ),
+                f"host memory: {format_bytes(self.gpu.host_peak_bytes)} of tensors (planned)",
+                *filter(None, [run.card.source_note, "" if self.reserved is None else self.reserved.as_text()]),
+            ]
+        return "\n".join(lines)
 
-    def _remarks(self) -> Iterator[str]:
+    def _caveats(self) -> list[str]:
+        """Return why the verdict may be another on a real card."""
+        basis, run = self.basis, self.run
+        found = basis.worth(fits=self.fits)
+        free = run.card.memory_bytes - run.device_used_bytes
+        if basis.growth is not None and self.fits:
+            found.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
+        reserved = self.reserved
+        if self.fits and reserved is not None and (reserved.margin_bytes > free or reserved.lengths_fit is False):
+            found.append(reserved.as_text())
+        if not self.fits:
+            found.append("a larger --card shows what the whole step takes")
+        return found
+
+    def _remarks(self, *, explain: bool) -> Iterator[str]:
         stand_ins, without_gradient = self.gpu.stand_ins(), self.gpu.without_gradient
+        shown = len(stand_ins) if explain else _PLACES_SHOWN
         if stand_ins:
             yield "placeholder values that the script read (nothing was computed):"
-            for use in stand_ins[:_STAND_INS_SHOWN]:
+            for use in stand_ins[:shown]:
                 yield f"  {use.where}: {use.op}, {use.rule}" + (f", {use.times} times" if use.times > 1 else "")
-            if len(stand_ins) > _STAND_INS_SHOWN:
-                yield f"  and {len(stand_ins) - _STAND_INS_SHOWN} more places (--json lists them)"
+            if len(stand_ins) > shown:
+                yield f"  and {len(stand_ins) - shown} more places (--explain lists them)"
         if without_gradient:
             names = ", ".join(sorted(set(without_gradient))[:3])
             yield f"WARNING: {len(without_gradient)} trainable parameters got no gradient, as in {names}"
         refusals = self.basis.refusals[1:]
         if refusals:
+            shown = len(refusals) if explain else _PLACES_SHOWN
             yield "refused by the virtual card, too, and caught by the script:"
-            yield from (f"  {text}" for text in refusals[:_REFUSALS_SHOWN])
-            if len(refusals) > _REFUSALS_SHOWN:
-                yield f"  and {len(refusals) - _REFUSALS_SHOWN} more (--json lists them)"
+            yield from (f"  {text}" for text in refusals[:shown])
+            if len(refusals) > shown:
+                yield f"  and {len(refusals) - shown} more (--explain lists them)"
 
-    def _verdict(self) -> str:
-        basis = self.basis
-        worth = basis.worth(fits=self.fits)
-        if basis.growth is not None and self.fits:
-            free = self.run.card.memory_bytes - self.run.device_used_bytes
-            worth.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
-        if self.fits:
-            return "; ".join([self.run.card.told(self.run.verdict), *worth])
-        refused = refusal_line(self.run, before_steps="before the first step")
-        return "; ".join([refused, "what the whole step takes, a larger --card tells", *worth])
+
+def _by_list(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes by module without the prefix that all share, numbered modules of one list together: ``layers.*``."""
+    paths = [name.split(".") for name in sizes if "." in name]
+    shared = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+    found = Counter[str]()
+    for name, size in sizes.items():
+        parts = ["*" if part.isdecimal() else part for part in name.split(".")]
+        found[".".join(parts[shared:] or parts) or "(no module)"] += size
+    return found
 
 
 def run_script(
