@@ -14,6 +14,7 @@ from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 
 _SIZES_SHOWN = 5
+_HOLDERS_SHOWN = 3
 _FITS = {FitVerdict.FITS: "yes", FitVerdict.BARELY: "barely", FitVerdict.NO: "NO"}
 
 
@@ -95,7 +96,7 @@ def peak_figures(run: CardRun) -> Iterator[tuple[str, str]]:
     request = f"{format_bytes(refused.requested_bytes)} (a segment of {segment})"
     yield "request", f"{request}; {held} allocated and {kept} reserved of {format_bytes(run.oom.capacity_bytes)}"
     yield "by class", sizes_text(_names_of(refused.by_class))
-    yield "largest", sizes_text(_names_of(refused.by_unit), rest=False)
+    yield "largest", sizes_text(dict(list(_names_of(refused.by_unit).items())[:_HOLDERS_SHOWN]))
 
 
 def figure_lines(figures: Iterable[tuple[str, str]]) -> list[str]:
@@ -103,11 +104,11 @@ def figure_lines(figures: Iterable[tuple[str, str]]) -> list[str]:
     return [f"  {name:<11} {value}" for name, value in figures if value]
 
 
-def sizes_text(sizes: Mapping[str, int], *, rest: bool = True) -> str:
-    """Return the largest of some sizes in one line; with ``rest`` also the sum of the others."""
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Return the largest of some sizes, and the sum of the others, in one line."""
     found = sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1])
     shown = [f"{name} {format_bytes(size)}" for name, size in found[:_SIZES_SHOWN]]
-    if rest and len(found) > _SIZES_SHOWN:
+    if len(found) > _SIZES_SHOWN:
         shown.append(f"others {format_bytes(sum(size for _, size in found[_SIZES_SHOWN:]))}")
     return ", ".join(shown)
 

@@ -91,12 +91,9 @@ class VirtualRun:
         verdict = verdict_line(
             run, self.script, run.verdict, cards=cards, before_steps="before the first step", is_whole=False
         )
-        figures = [
-            *peak_figures(run),
-            ("by module", sizes_text(_by_list(by_module(run)))),
-            ("parameters", format_count(self.gpu.num_params)),
-        ]
+        figures = [*peak_figures(run), ("parameters", format_count(self.gpu.num_params))]
         if self.fits:
+            figures.insert(-1, ("by module", sizes_text(_by_list(by_module(run)))))
             speed = f"{format_seconds(run.time.seconds)} per step, bottleneck: {run.time.bound} (estimated)"
             figures.insert(0, ("speed", speed))
         lines = [
@@ -135,13 +132,14 @@ class VirtualRun:
 
     def _remarks(self, *, explain: bool) -> Iterator[str]:
         stand_ins, without_gradient = self.gpu.stand_ins(), self.gpu.without_gradient
-        shown = len(stand_ins) if explain else _PLACES_SHOWN
-        if stand_ins:
+        if explain and stand_ins:
             yield "placeholder values that the script read (nothing was computed):"
-            for use in stand_ins[:shown]:
+            for use in stand_ins:
                 yield f"  {use.where}: {use.op}, {use.rule}" + (f", {use.times} times" if use.times > 1 else "")
-            if len(stand_ins) > shown:
-                yield f"  and {len(stand_ins) - shown} more places (--explain lists them)"
+        elif stand_ins:
+            places = ", ".join(f"{use.where} ({use.rule})" for use in stand_ins[:_PLACES_SHOWN])
+            more = len(stand_ins) - _PLACES_SHOWN
+            yield f"placeholder values read at {places}" + (f" and {more} more places (--explain)" if more > 0 else "")
         if without_gradient:
             names = ", ".join(sorted(set(without_gradient))[:3])
             yield f"WARNING: {len(without_gradient)} trainable parameters got no gradient, as in {names}"
