@@ -62,7 +62,7 @@ def test_the_hint_for_a_card_spelled_otherwise_is_its_name() -> None:
         (
             ["rx-7900-xtx", "mi210", "mi300x", "AMD Instinct MI250", "Radeon RX 9070 XT", "w7900", "gfx942"],
             "a card of AMD's ROCm cannot be planned",
-            "allocator's settings",
+            "allocator settings",
         ),
         (["arc-b580", "a770", "gaudi2", "max-1550"], "a card of Intel's XPU cannot be planned", "workspaces"),
         (["m3-max", "apple-m2", "M1"], "Apple's MPS cannot be planned", "counted twice"),
