@@ -94,7 +94,7 @@ class DryRunReport:
             f"{figures.tokens_per_step:,} tokens, bottleneck: {figures.bound} (estimated)"
         )
         phases = [
-            f"{step.phase} {to_gib(step.allocated_bytes):.2f} (step {step.step})"
+            f"{step.phase} {format_bytes(step.allocated_bytes)} (step {step.step})"
             for step in figures.steps
             if run.phases
         ]
@@ -119,7 +119,7 @@ class DryRunReport:
                 ),
                 *(f"  {line}" for line in self._rank_lines()),
                 *(f"  not as asked: {change}" for change in self.changes),
-                *(f"  {note}" for note in (run.card.source_note, self.reserved.as_text()) if note),
+                *(f"  {note}" for note in (run.card.note, self.reserved.as_text()) if note),
                 *([] if self.phases is None else [f"\n{phase_table(self.phases)}\n"]),
                 *([] if self.savings is None else [f"\n{savings_table(self.savings, run)}\n"]),
                 *self._suggestions(),

@@ -102,6 +102,7 @@ class VirtualRun:
             *figure_lines(figures),
             *(f"  {remark}" for remark in self._remarks(explain=explain)),
             f"  {self.basis.as_text()}",
+            *([f"  {run.card.note}"] if run.card.note else []),
         ]
         if explain:
             lines += [
@@ -112,7 +113,7 @@ class VirtualRun:
                     for step in run.steps
                 ),
                 f"host memory: {format_bytes(self.gpu.host_peak_bytes)} of tensors (planned)",
-                *filter(None, [run.card.source_note, "" if self.reserved is None else self.reserved.as_text()]),
+                *([] if self.reserved is None else [self.reserved.as_text()]),
             ]
         return "\n".join(lines)
 
