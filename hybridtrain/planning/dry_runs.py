@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybridtrain.data.batches import TokenBatch
+from hybridtrain.kernel_rules import rules_of
 from hybridtrain.memory.group import Group, VirtualGroup
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
@@ -89,12 +90,15 @@ def record_steps(
     config: TrainerConfig | None = None,
     hybrid: "HybridConfig | None" = None,
     group: Group | None = None,
+    card: Card | None = None,
 ) -> LedgerTrace:
     """Return the ledger of building the trainer and running one phase step per entry of ``batches`` on any device.
 
-    With ``hybrid`` a PREDICT phase is a step of the ledger too, and leaves its entry unused.
+    With ``hybrid`` a PREDICT phase is a step of the ledger too, and leaves its entry unused. ``card``: whose kernels
+    run; None: one with flash attention.
     """
     ledger = StorageLedger()
+    ledger.scratch_rules = {} if card is None else rules_of(card)
     with lean_meta_rules(), ledger:
         trainer = Trainer(model, plan, config or TrainerConfig(), transfer, ledger, group=group)
         if hybrid is None:
@@ -156,7 +160,8 @@ class DryRunInputs:
         phases = phases_of_cycle() if plan.for_phase(Phase.FULL).history_tensors == 1 else ()
         num_steps = len(phases) or num_steps
         hybrid = cycle_config() if phases else None
-        trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, self.config, hybrid, group)
+        batches = [[batch] * accum_steps] * num_steps
+        trace = record_steps(model, plan, batches, transfer, self.config, hybrid, group, self.card)
         uncapped, capped = replay_on_card(
             trace, self.card, config=self.allocator, record_history=self.record_history, repeats=SETTLING_STEPS
         )

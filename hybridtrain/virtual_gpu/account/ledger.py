@@ -24,6 +24,7 @@ from hybridtrain.virtual_gpu.account.op_rules import (
     MetaCache,
     Op,
     OpKey,
+    ScratchRule,
     count_bytes,
     count_flops,
     op_key,
@@ -204,6 +205,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.scratch_rules: dict[Op, ScratchRule] = {}
+        """Before registered ones: of ops whose scratch depends on the card."""
         self._record = record
         self._device = device
         self._known_ops: dict[OpKey, OpRecord] = {}
@@ -243,13 +246,17 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         event = len(self._events)
         for tensor in tensors_in([out]):
             self.enter(tensor)
-        scratch = scratch_bytes(func, args)
+        scratch = self._scratch_bytes(func, args)
         if scratch:
             self._release(self._allocate(scratch, Stage.UPDATE), scratch)
         if self._record and (self._device is None or self._is_counted(args, kwargs, out)):
             self._last_compute = len(self._ops)
             self._ops.append(self._remembered_record(key, func, args, kwargs, out, event))
         return out
+
+    def _scratch_bytes(self, func: Op, args: Args) -> int:
+        rule = self.scratch_rules.get(func)
+        return scratch_bytes(func, args) if rule is None else rule(args)
 
     @contextmanager
     def region(self, stage: Stage, unit: str) -> Iterator[None]:

@@ -26,7 +26,8 @@ _KEPT_MIB, _KEPT_SHARE = 384, 0.01
 """What CUDA keeps of nvidia-smi's total where it is not known: no card with a source keeps as much."""
 _HOPPER = 9
 _BFLOAT16_TENSOR_CORES = (8, 0)
-"""Compute capability from which tensor cores multiply bfloat16 (CUDA C++ Programming Guide)."""
+"""Compute capability from which tensor cores multiply bfloat16 (CUDA C++ Programming Guide), and flash attention runs
+(flash_attn/flash_api.cpp)."""
 _EVERY_WHEEL = (7, 5)
 """The least compute capability of torch's CUDA wheels but cu126 (https://github.com/pytorch/pytorch/pull/175253)."""
 _DATA_CENTER = frozenset({"8.0", "9.0"})
@@ -116,7 +117,7 @@ class Card:
 
     def _fill_in_bfloat16(self) -> list[str]:
         """Set the rate of bfloat16 where tensor cores do not multiply it, and return faults of the rates of 16 bits."""
-        if self.capability >= _BFLOAT16_TENSOR_CORES:
+        if self.has_bfloat16_tensor_cores:
             missing = "tflops_bf16: missing; give the dense rate of the tensor cores with fp32 accumulation"
             return [missing] if self.tflops_bf16 is None else []
         if self.tflops_bf16 is None:
@@ -171,12 +172,17 @@ class Card:
         return f"{MARGIN_TOLD} ({format_bytes(self.margin_bytes)})" if verdict is FitVerdict.BARELY else verdict.value
 
     @property
+    def has_bfloat16_tensor_cores(self) -> bool:
+        """Whether tensor cores multiply bfloat16, and flash attention runs."""
+        return self.capability >= _BFLOAT16_TENSOR_CORES
+
+    @property
     def limits(self) -> tuple[CardLimit, ...]:
         """Return what an answer about this card must say."""
         holds = {
             CardLimit.CAPACITY: self.memory_source == NOT_FOUND,
             CardLimit.CONTEXT: self.context_source == NOT_FOUND,
-            CardLimit.BFLOAT16: self.capability < _BFLOAT16_TENSOR_CORES,
+            CardLimit.BFLOAT16: not self.has_bfloat16_tensor_cores,
             CardLimit.WHEELS: self.capability < _EVERY_WHEEL,
         }
         return tuple(limit for limit, is_so in holds.items() if is_so)

@@ -258,11 +258,16 @@ class Rates:
             return max(op.bytes_moved / self._rate(op.lane, beside), least), _BOUND_OF_LANE[op.lane]
         if not op.bytes_moved:
             return 0.0, Bound.MEMORY
-        compute = op.flops / (self._flops.get(op.dtype, self._flops["float32"]) * self._share(op)) if op.flops else 0.0
+        compute = op.flops / (self._peak(op) * self._share(op)) if op.flops else 0.0
         memory = max(op.bytes_moved / self._memory_rate(op.bytes_moved, beside), least)
         if op.stage is Stage.UPDATE:
             return max(compute, memory), Bound.OPTIMIZER
         return max(compute, memory), Bound.COMPUTE if compute >= memory else Bound.MEMORY
+
+    def _peak(self, op: OpRecord) -> float:
+        """Return the peak arithmetic rate; attention without a flash kernel is taken to have that of fp32."""
+        is_slow = "attention" in op.name and not self._card.has_bfloat16_tensor_cores
+        return self._flops["float32"] if is_slow else self._flops.get(op.dtype, self._flops["float32"])
 
     def _memory_rate(self, num_bytes: int, beside: Sequence[Lane]) -> float:
         if num_bytes <= self._cached_bytes:

@@ -106,7 +106,6 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         "get_device_capability": lambda: (major, minor),
         "get_device_properties": lambda: properties,
         "get_arch_list": lambda: [f"sm_{major}{minor}"],
-        "is_bf16_supported": lambda: major >= 8,
         "is_tf32_supported": lambda: major >= 8,
         "memory_allocated": lambda: allocator.allocated_bytes,
         "max_memory_allocated": lambda: allocator.peak_allocated_bytes,
@@ -125,6 +124,7 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         **dict.fromkeys(_NOTHING, do_nothing),
         **{name: answering(answer) for name, answer in answers.items()},
         **dict.fromkeys(("current_stream", "default_stream", "Stream", "Event"), VirtualStream),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or card.has_bfloat16_tensor_cores,
         "set_per_process_memory_fraction": set_fraction,
         "empty_cache": ledger.release_cache,
     }

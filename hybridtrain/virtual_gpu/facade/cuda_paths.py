@@ -18,6 +18,8 @@ from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _ATEN = torch.ops.aten
 _HALVES = frozenset({torch.float16, torch.bfloat16})
+_EFFICIENT = frozenset({*_HALVES, torch.float32})
+"""Types of memory-efficient attention; bfloat16 from compute capability 8.0 on (cuda/sdp_utils.cpp)."""
 _AUTOCAST_KEY: Any = torch._C._parse_dispatch_key("AutocastPrivateUse1")
 """A key that no other device has taken; autocast for CUDA looks at real CUDA tensors only."""
 
@@ -256,7 +258,7 @@ class _AttentionChoice:
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and call.is_uniform
-            and query.dtype in {*_HALVES, torch.float32}
+            and query.dtype in (_EFFICIENT if self._capability >= 80 else _EFFICIENT - {torch.bfloat16})
             and query.shape[-1] % aligned == value.shape[-1] % aligned == 0
             and query.shape[-3] == key.shape[-3] == value.shape[-3]
             and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
@@ -267,14 +269,15 @@ class _AttentionChoice:
 
         Kernels and their order: mem_eff_attention/kernels/generate_kernels.py; accumulators: ``workspace_size`` of
         mem_eff_attention/kernel_backward.h; splits of the keys: attention_backward.cu, all in native/transformers/cuda.
-        Taken for granted: compute capability 8.0 or above, and that 128 x 128 blocks fit the shared memory of 8.0 and
-        9.0 alone.
+        Taken for granted: 128 x 128 blocks fit the shared memory of 8.0, 9.0 and 10.x alone; below 8.0 blocks are of
+        64 x 64, which take the most scratch.
         """
         query, key, value = args[1:4]
         batch, heads, rows, width = query.shape
         columns, rows_of_sums = key.shape[-2], int(4 * batch * heads * rows)
-        is_half, is_large = query.dtype in _HALVES, self._capability in {80, 90, 100}
-        in_registers = width <= 64 or (width <= 128 and is_large) or (width <= 96 and not args[9])
+        is_half, is_large = query.dtype in _HALVES, self._capability in {80, 90, 100, 103}
+        has_96 = self._capability >= 80 and not args[9]
+        in_registers = width <= 64 or (width <= 128 and is_large) or (width <= 96 and has_96)
         block_rows = 128 if width > 64 and (is_large or in_registers) else 64
         block_columns = 128 if is_half and 64 < width <= 128 and is_large else 64
         splits = -(-columns // block_columns)

@@ -23,7 +23,6 @@ from hybridtrain.virtual_gpu.account.op_rules import (
     MetaCache,
     Op,
     count_bytes,
-    scratch_bytes,
     tensors_in,
     written_tensors,
 )
@@ -78,8 +77,6 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         self.card_index = 0
         """The card's index, of ``num_cards`` in the machine."""
         self.num_cards = 1
-        self.scratch_rules: dict[Op, Callable[[Sequence[Any]], int]] = {}
-        """Of ops whose scratch depends on the card."""
         self.links: Callable[[Op, Args, Any], float | None] | None = None
         """Returns the seconds for which an op occupies the link to other cards; None unless it is a collective."""
         self._last_of_stream: dict[int, int] = {}
@@ -244,8 +241,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         if target is not None or func in COPIES:
             self._book_copy(func, args, kwargs, out, place)
         elif place is Place.DEVICE:
-            rule = self.scratch_rules.get(func)
-            scratch = scratch_bytes(func, args) if rule is None else rule(args)
+            scratch = self._scratch_bytes(func, args)
             if scratch:
                 self._release(self._allocate(scratch, Stage.UPDATE), scratch)
             self._append_op(func, args, kwargs, out, event)

@@ -245,6 +245,24 @@ def test_a_step_is_timed_at_its_cards_shares() -> None:
     assert time.seconds == pytest.approx(1 / efficiency_of(card).matmul, rel=ROUNDING)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype", "tflops"),
+    [
+        ("t4", "aten.mm", "bfloat16", 8.1),
+        ("t4", "aten.mm", "float16", 65.0),
+        ("t4", "hybridkernels.causal_attention", "float16", 8.1 * 0.7),
+        ("a100-80gb", "hybridkernels.causal_attention", "float16", 312.0 * 0.7),
+    ],
+)
+def test_cards_below_8_0_multiply_bfloat16_and_attend_at_the_rate_of_fp32(
+    name: str, kind: str, dtype: str, tflops: float
+) -> None:
+    card = find_card(name)
+    work = replace(op(tflops * 1e12, 1), name=kind, dtype=dtype)
+    time = estimate_step([work], card, upload_bytes=0)
+    assert time.seconds == pytest.approx(1 / efficiency_of(card).matmul, rel=ROUNDING)
+
+
 def test_shares_may_exceed_the_datasheet_but_not_vanish() -> None:
     assert Efficiency(matmul=1.1).matmul == 1.1
     with pytest.raises(ValueError, match=r"matmul: 0 must be above 0\nlaunch_seconds: -1 must be at least 0"):

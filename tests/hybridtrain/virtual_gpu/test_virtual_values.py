@@ -259,6 +259,26 @@ def test_attention_takes_the_kernel_that_cuda_would(
     out.sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, "bmm"),
+        (torch.float16, "_scaled_dot_product_efficient_attention"),
+        (torch.float32, "_scaled_dot_product_efficient_attention"),
+    ],
+)
+def test_a_card_below_8_0_takes_bfloat16_by_emulation_and_has_no_flash_attention(
+    dtype: torch.dtype, expected: str
+) -> None:
+    with VirtualGpu("t4") as gpu:
+        assert torch.cuda.is_bf16_supported()
+        assert not torch.cuda.is_bf16_supported(including_emulation=False)
+        query = torch.randn(2, 8, 16, 64, dtype=dtype, device="cuda", requires_grad=True)
+        nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+        assert expected in ops(gpu)
+        assert "_scaled_dot_product_flash_attention" not in ops(gpu)
+
+
 def test_dropout_keeps_a_mask_of_booleans(gpu: VirtualGpu) -> None:
     inputs = torch.randn(1024, device="cuda", requires_grad=True)
     before = torch.cuda.memory_allocated()
@@ -276,6 +296,8 @@ def test_dropout_keeps_a_mask_of_booleans(gpu: VirtualGpu) -> None:
         ("rtx-4090", torch.bfloat16, 4 * (3 * 64 * (128 + 128) + 4 * 2 * (64 * 64 + 4))),
         # Blocks of 128 x 128 do: what is left is the queries' accumulator, 2 blocks of rows.
         ("a100-80gb", torch.bfloat16, 4 * (2 * 1 * (128 * 128 + 4))),
+        # The kernel for rows of 96 is for 8.6 and 8.9.
+        ("t4", torch.float16, 4 * (3 * 64 * (128 + 128) + 4 * 2 * (64 * 64 + 4))),
         # Gradients of keys and values are fp32 themselves.
         ("rtx-4090", torch.float32, 4 * (4 * 2 * (64 * 64 + 4))),
     ],
