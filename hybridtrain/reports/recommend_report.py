@@ -59,7 +59,7 @@ class RecommendReport:
             "device_used_bytes": round(option.device_bytes),
             "margin_bytes": option.margin_bytes,
             "free_percent": 100 * self.answer.free_share,
-            "card_note": self.answer.request.card.source_note,
+            "card_note": self.answer.request.card.note,
             "host_peak_bytes": round(option.host_bytes),
             "disk_peak_bytes": round(option.disk_bytes),
             "candidates": [
@@ -120,7 +120,7 @@ class RecommendReport:
                     "an evaluation or the driver add to reserved bytes"
                     f"{margin}"
                 ),
-                *filter(None, [request.card.source_note]),
+                *filter(None, [request.card.note]),
                 (
                     f"{format_seconds(self._step_seconds)} a step, {option.tokens_per_s:,.0f} tokens/s (estimated): "
                     f"{shares}{of}"
