@@ -32,7 +32,7 @@ from hybridtrain.virtual_gpu.account.lean_meta import lean_meta_rules
 from hybridtrain.virtual_gpu.account.ledger import StorageLedger
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.allocator.replay import replay_trace
-from hybridtrain.virtual_gpu.cards.roofline import Bound, TimedOp, estimate_step
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck, TimedOp, estimate_step
 
 _BLOCKS = 3
 """Two recomputed ones, and one that keeps its activations."""
@@ -110,7 +110,7 @@ class _Passes:
 
 class _Update(NamedTuple):
     seconds_per_param: float
-    bound: Bound
+    bound: Bottleneck
 
 
 class ShortRuns:
@@ -136,7 +136,7 @@ class ShortRuns:
 
     def _update(self, level: Numerics, arrangement: Arrangement) -> _Update:
         if _is_frozen(level):
-            return _Update(0.0, Bound.OPTIMIZER)  # of a hundredth of the parameters
+            return _Update(0.0, Bottleneck.OPTIMIZER)  # of a hundredth of the parameters
         model = replace(self.request.model, num_blocks=_UPDATED_BLOCKS, vocab_size=_FEW_WORDS)
         if block_params(model) > _MANY_PARAMS:
             model = replace(model, ffn_width=min(model.ffn_width, model.width))
@@ -160,7 +160,7 @@ class ShortRuns:
             end = timed.start_s + timed.duration_s
             seconds += end - clock if timed.op.stage is Stage.UPDATE and timed.op.unit == measured else 0.0
             clock = end
-        by_bound = {b: s for b, s in time.seconds_by_bound.items() if b not in {Bound.COMPUTE, Bound.MEMORY}}
+        by_bound = {b: s for b, s in time.seconds_by_bound.items() if b not in {Bottleneck.COMPUTE, Bottleneck.MEMORY}}
         return _Update(seconds / block_params(model), max(by_bound, key=lambda bound: by_bound[bound]))
 
 
@@ -185,18 +185,18 @@ class ShortRun:
         """Return the seconds of a whole step."""
         return self._passing(kept) + self._updating
 
-    def bound(self, kept: int) -> Bound:
+    def bound(self, kept: int) -> Bottleneck:
         """Return the bottleneck of a step."""
         passing = self._passing(kept)
         share = passing / sum(self.passes.by_bound.values())
-        parts = defaultdict[Bound, float](float, {b: share * s for b, s in self.passes.by_bound.items()})
+        parts = defaultdict[Bottleneck, float](float, {b: share * s for b, s in self.passes.by_bound.items()})
         parts[self.update.bound] += self._updating
         return max(parts, key=lambda bound: parts[bound])
 
     def computing(self, kept: int) -> float:
         """Return the seconds of a step in which the card computes or moves its own memory, update apart."""
         by_bound = self.passes.by_bound
-        busy = sum(by_bound.get(bound, 0.0) for bound in (Bound.COMPUTE, Bound.MEMORY))
+        busy = sum(by_bound.get(bound, 0.0) for bound in (Bottleneck.COMPUTE, Bottleneck.MEMORY))
         return self._passing(kept) * busy / sum(by_bound.values())
 
     def _passing(self, kept: int) -> float:

@@ -39,7 +39,7 @@ from hybridtrain.training_file import TrainFile
 from hybridtrain.units import GB, GIB, MIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, FitVerdict, Host, find_card
 from hybridtrain.virtual_gpu.cards.links import World
-from hybridtrain.virtual_gpu.cards.roofline import Bound
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 
 _QUALITY = {
     "exact": "the others are compared with this one; itself against plain fp32",
@@ -53,13 +53,13 @@ _MOST_CONFIRMED = 2
 _ADAPTER_LR = 2e-4
 """What QLoRA took for 7B and 13B (2305.14314, appendix B)."""
 _ADVICE = {
-    Bound.COMPUTE: "arithmetic: only a faster card, less recomputation (more room on the card) or 8-bit matmuls help",
-    Bound.MEMORY: "bandwidth of the card's memory: fused kernels help",
-    Bound.TRANSFER: "the bus: more tokens per step or larger micro-batches hide more of it",
-    Bound.OPTIMIZER: "the update: more tokens per step make it rarer",
-    Bound.HOST: "the processor: update on the device",
-    Bound.DISK: "the drive: more host memory, or more tokens per step",
-    Bound.LINK: "the link to other cards: more tokens per step hide more of it",
+    Bottleneck.COMPUTE: "arithmetic: only a faster card, less recomputation (more room on the card) or 8-bit matmuls help",
+    Bottleneck.MEMORY: "bandwidth of the card's memory: fused kernels help",
+    Bottleneck.TRANSFER: "the bus: more tokens per step or larger micro-batches hide more of it",
+    Bottleneck.OPTIMIZER: "the update: more tokens per step make it rarer",
+    Bottleneck.HOST: "the processor: update on the device",
+    Bottleneck.DISK: "the drive: more host memory, or more tokens per step",
+    Bottleneck.LINK: "the link to other cards: more tokens per step hide more of it",
 }
 
 

@@ -9,7 +9,7 @@ from hybridtrain.virtual_gpu.account.observer import Lane
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, Replay, StepMemory
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict
-from hybridtrain.virtual_gpu.cards.roofline import Bound, StepTime
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck, StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class CardRun:
         return self.peak_reserved_bytes + self.card.context_bytes
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> Bottleneck:
         """The bottleneck of the estimated time."""
         return self.time.bound
 

@@ -14,7 +14,7 @@ from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.cards.card import find_card
-from hybridtrain.virtual_gpu.cards.roofline import Bound
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import accuracy_retention, compute_metric, perplexity_ratio
@@ -124,9 +124,9 @@ def test_speed_is_estimated_until_it_is_measured() -> None:
 
 @pytest.mark.parametrize(("waits", "error"), [(0.04, TIME_ERROR), (0.06, WAITING_ERROR), (0.5, WAITING_ERROR)])
 def test_a_step_that_waits_has_the_error_of_recorded_ones_that_do(waits: float, error: float) -> None:
-    times = {Bound.COMPUTE.value: 2 * (1 - waits), Bound.TRANSFER.value: waits, Bound.DISK.value: waits}
+    times = {Bottleneck.COMPUTE.value: 2 * (1 - waits), Bottleneck.TRANSFER.value: waits, Bottleneck.DISK.value: waits}
     lean = planned("lean", tokens_per_s=30.0, step_time_s=2.0, time_by_bound=times)
-    plain = planned("vanilla", tokens_per_s=40.0, step_time_s=2.0, time_by_bound={Bound.COMPUTE.value: 2.0})
+    plain = planned("vanilla", tokens_per_s=40.0, step_time_s=2.0, time_by_bound={Bottleneck.COMPUTE.value: 2.0})
     for found in (asked(run_of(lean, plain), name, "lean") for name in ("tokens_per_s", "relative_throughput_x")):
         assert found is not None
         assert found.error is not None

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from hybridtrain.planning.figures import MemoryFigures
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
-from hybridtrain.virtual_gpu.cards.roofline import Bound
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 from hybridvalidation.judge.statistics import Interval
 
 LEAST_WAITING, MOST_WAITING = 0.05, 0.18
 """Shares of a step in which these wait (results/time-model.md, runs bound by transfer)."""
-_WAITING = (Bound.TRANSFER, Bound.HOST, Bound.DISK, Bound.LINK)
+_WAITING = (Bottleneck.TRANSFER, Bottleneck.HOST, Bottleneck.DISK, Bottleneck.LINK)
 
 
 def waiting_share(memory: MemoryFigures) -> float:
