@@ -65,7 +65,7 @@ def training_options(model: str, card: str, host_memory: str = "64GiB") -> str:
     ]  # fmt: skip
     shown = table(headers, rows, MARKDOWN, keys=2)
     request = report.request
-    command = f"hybridtrain fit {model} --card {card} --host-memory {host_memory} --write ways/"
+    command = f"hybridtrain fit {model} --card {card} --host-memory {host_memory} --write options/"
     return (
         f"{format_count(request.model.num_params)} parameters on {request.card.name}, {host_memory} of host memory, "
         f"{request.num_sequences} x {request.seq_len} tokens per step, {report.free_percent:g} % of the card free."
