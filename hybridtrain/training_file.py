@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from hybridtrain.config.decode import Unions, load_toml
-from hybridtrain.config.rules import Most, above_most, below_least
+from hybridtrain.config.rules import AtMost, below_least, faults_above_most
 from hybridtrain.data.data_config import DataConfig
-from hybridtrain.hybrid.config import HybridConfig, rival_faults
+from hybridtrain.hybrid.config import HybridConfig, shared_state_faults
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import OPTIMIZERS, AdamWConfig, Optimizer
@@ -56,7 +56,7 @@ class TrainFile:
     """Hybrid predictive training; None: every step is a true one."""
     adapter_from: Path | None = None
     """Folder of PEFT with the first values of adapters; None: they begin as nothing."""
-    seed: Annotated[int, Most(2**63 - 1)] = 0
+    seed: Annotated[int, AtMost(2**63 - 1)] = 0
     """Of first weights, order of the text, dropout and stochastic rounding."""
     num_steps: int = 1000
     """True steps."""
@@ -76,14 +76,14 @@ class TrainFile:
     """True steps between evaluations on held-out text; 0: one at the end, where there is a [data] table."""
     sample_prompt: str = "\n"
     """What the sample at the end begins with."""
-    sample_tokens: Annotated[int, Most(2**16)] = 200
+    sample_tokens: Annotated[int, AtMost(2**16)] = 200
     """Tokens of it; 0: none."""
 
     def __post_init__(self) -> None:
         faults = below_least(self, ("num_steps", "save_every", "keep_last")) + below_least(
             self, ("sample_tokens", "seed", "eval_every", "keep_hourly", "save_minutes"), least=0
         )
-        faults += above_most(self)
+        faults += faults_above_most(self)
         holds_out = self.data is None or self.data.validation is not None or self.data.held_out_percent
         if self.eval_every and not holds_out:
             faults.append(
@@ -109,7 +109,7 @@ class TrainFile:
             )
         faults += _state_faults(self)
         if self.hybrid is not None:
-            faults += rival_faults(self.optimizer, self.hybrid)
+            faults += shared_state_faults(self.optimizer, self.hybrid)
             if self.guard.on_spike != "say":
                 faults.append(
                     f"guard.on_spike: '{self.guard.on_spike}' is for plain runs, a hybrid one has a guard of its own; "

@@ -29,6 +29,6 @@ KINDS: Final[Mapping[str, str]] = {
 
 
 @cache
-def tell_alias(source: str, alias: str, name: str) -> None:
+def log_alias(source: str, alias: str, name: str) -> None:
     """Log that a name was read as another, once for each source."""
     logging.getLogger("hybridtrain.config").warning("%s: %s is read as %s; both names are allowed", source, alias, name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
-from hybridtrain.config.aliases import KINDS, OPTIONS, RENAMED, tell_alias
+from hybridtrain.config.aliases import KINDS, OPTIONS, RENAMED, log_alias
 from hybridtrain.config.encode import hints_of, tag_of
 from hybridtrain.errors import ConfigError, near_name
 from hybridtrain.plain_file import read_plain
@@ -89,7 +89,7 @@ def decode(cls: type[T], mapping: object, *, source: str, unions: Unions = _NO_U
     if decoder.faults:
         raise ConfigError(source, decoder.faults)
     for alias, name in decoder.aliases.items():
-        tell_alias(source, alias, name)
+        log_alias(source, alias, name)
     assert isinstance(decoded, cls), f"decoding {cls.__name__} gave neither a fault nor an object"
     return decoded
 

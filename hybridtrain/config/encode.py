@@ -27,7 +27,7 @@ def encode(obj: object) -> JsonMapping:
 
     A tagged dataclass (``kind: ClassVar[str]``) starts with its ``kind``. Enums become their value, paths
     POSIX text, tuples arrays; fields with ``init=False`` are derived and left out, and so are fields that equality
-    leaves out and a young field at its default: what was written before there was one has the same text.
+    leaves out and an `added_field` at its default: what was written before there was one has the same text.
 
     Raises:
         TypeError: a value is of a type that the decoder could not read back.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
-from hybridtrain.config.rules import Most, above_most, below_least
+from hybridtrain.config.rules import AtMost, below_least, faults_above_most
 from hybridtrain.data.corpus import VALIDATION_PERCENT
 
 BYTES: Final = "bytes"
@@ -39,11 +39,11 @@ class DataConfig:
     """Text to validate on, like ``path``; default: a share of the documents of ``path``."""
     validation_percent: int | None = None
     """Share of the documents, or of one text's tail, that is held out; default: 10, or 0 beside ``validation``."""
-    validation_rows: Annotated[int, Most(2**24)] = 256
+    validation_rows: Annotated[int, AtMost(2**24)] = 256
     """Rows that an evaluation looks at, at most."""
 
     def __post_init__(self) -> None:
-        faults = below_least(self, ("validation_rows",)) + above_most(self)
+        faults = below_least(self, ("validation_rows",)) + faults_above_most(self)
         if self.validation_percent is not None and not 0 <= self.validation_percent <= _MOST_PERCENT:
             faults.append(f"validation_percent: {self.validation_percent} must be in 0 to {_MOST_PERCENT}")
         if self.validation is not None and self.validation_percent:

@@ -26,8 +26,8 @@ from hybridtrain.data.file_kinds import (
     NO_JSON,
     Kind,
     Record,
-    holds_json,
     is_about_records,
+    is_json_text,
     json_kind,
     kind_of,
     packed_records,
@@ -207,7 +207,7 @@ def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile:
         raise DataError(f"{path} is not UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
     if fault or not digest:
         return SourceFile(name, path, kind, left_out="no UTF-8 text" if fault else "")
-    if kind is Kind.TEXT and holds_json(path):
+    if kind is Kind.TEXT and is_json_text(path):
         raise DataError(
             f"{path} holds JSON, which is not trained on as prose; call it .jsonl with a document a line, or "
             ".json with a list of them, or move it away"

@@ -83,7 +83,7 @@ def is_about_records(path: Path) -> bool:
     return _ABOUT.match(name) is not None or _CACHE.fullmatch(name) is not None
 
 
-def holds_json(path: Path) -> bool:
+def is_json_text(path: Path) -> bool:
     """Return whether a text file of any name is JSON: an object or a list, or several with objects after each other."""
     with os.fdopen(open_plain(path), "rb") as file:
         begin = b""
@@ -116,7 +116,7 @@ def json_kind(path: Path) -> Kind | str:
     try:
         value = _json_value(path)
     except (RecursionError, ValueError) as error:
-        is_lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and holds_json(path)
+        is_lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and is_json_text(path)
         return Kind.LINES if is_lines else f"{NO_JSON} ({error})"
     if isinstance(value, list):
         has_documents = any(isinstance(element, dict) for element in value)

@@ -151,7 +151,7 @@ def pack(
         row_of = _best_fit(lengths, seq_len, np.lexsort((ties, -lengths)))
         num_rows = int(row_of.max()) + 1
         # Rows were begun by decreasing length: shuffled, any part of them is a fair sample.
-        row_of = keyed_order(num_rows, seed, _PACK_STREAM, num_rows).argsort()[row_of]
+        row_of = seeded_permutation(num_rows, seed, _PACK_STREAM, num_rows).argsort()[row_of]
         order = np.argsort(row_of, kind="stable")
         starts, lengths = starts[order], lengths[order]
         row_ends = np.cumsum(np.bincount(row_of, minlength=num_rows))
@@ -213,7 +213,7 @@ def _random(count: int, seed: int, *key: int) -> npt.NDArray[np.uint64]:
     return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)).random_raw(count)
 
 
-def keyed_order(count: int, seed: int, *key: int) -> npt.NDArray[np.int64]:
+def seeded_permutation(count: int, seed: int, *key: int) -> npt.NDArray[np.int64]:
     """Return 0 to ``count`` - 1 in an order that depends on seed and key alone."""
     return np.argsort(_random(count, seed, *key), kind="stable")
 
@@ -257,5 +257,5 @@ class RowSampler:
 
     def _row(self, epoch: int, place: int) -> int:
         if self._order[0] != epoch:  # kept, for the next batch wants the same
-            self._order = (epoch, keyed_order(self._rows.num_rows, self._seed, _EPOCH_STREAM, epoch))
+            self._order = (epoch, seeded_permutation(self._rows.num_rows, self._seed, _EPOCH_STREAM, epoch))
         return int(self._order[1][place])

@@ -31,7 +31,7 @@ from hybridtrain.data.documents import Passage, TextSource, open_source, read_do
 from hybridtrain.data.file_array import open_array
 from hybridtrain.data.packing import EncodedDocuments
 from hybridtrain.data.token_file import open_token_file
-from hybridtrain.data.tokenizer import Encoded, Tokenizer, named_template, open_tokenizer
+from hybridtrain.data.tokenizer import EncodedText, Tokenizer, named_template, open_tokenizer
 from hybridtrain.errors import ConfigError, DataError
 
 Say = Callable[[str], None]
@@ -243,7 +243,7 @@ class _Encoding:
         waiting.clear()
 
 
-def _counted(encoded: Encoded, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+def _counted(encoded: EncodedText, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.bool_]:
     """Return whether each token covers a character of the spans."""
     counts = np.zeros(encoded.ids.size, dtype=np.bool_)
     for first, last in spans:

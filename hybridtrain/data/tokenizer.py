@@ -41,7 +41,7 @@ _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoded:
+class EncodedText:
     """One text in tokens."""
 
     ids: npt.NDArray[np.uint32]
@@ -74,7 +74,7 @@ class Tokenizer(ABC):
     """A warning on how it was read; nothing: it is as its files say."""
 
     @abstractmethod
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """Return each text in tokens, with nothing before and after it."""
 
     @abstractmethod
@@ -95,14 +95,14 @@ class ByteTokenizer(Tokenizer):
     special_tokens: Mapping[str, str] = field(default_factory=lambda: {"bos_token": "", "eos_token": "\0"})
     digest: str = BYTES
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """Return the bytes of each text as tokens."""
         encoded = []
         for content in (text.encode() for text in texts):
             # Every byte that does not continue a character begins one.
             characters = np.cumsum((np.frombuffer(content, dtype=np.uint8) & 0xC0) != 0x80) - 1
             spans = np.stack([characters, characters + 1], axis=1)
-            encoded.append(Encoded(encode_bytes(content).astype(np.uint32), spans))
+            encoded.append(EncodedText(encode_bytes(content).astype(np.uint32), spans))
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -150,11 +150,11 @@ class FileTokenizer(Tokenizer):
             digest=sha256(json.dumps(decides, sort_keys=True).encode("ascii")).hexdigest(),
         )  # fmt: skip
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """Return each text in tokens, on all cores; special tokens that stand in a text are recognised."""
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
         pairs = ((encoding.ids, encoding.offsets) for encoding in encodings)
-        return [Encoded(np.array(ids, np.uint32), np.array(spans, np.int64).reshape(-1, 2)) for ids, spans in pairs]
+        return [EncodedText(np.array(ids, np.uint32), np.array(spans, np.int64).reshape(-1, 2)) for ids, spans in pairs]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text."""

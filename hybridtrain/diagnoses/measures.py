@@ -81,7 +81,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return [_mean(values[at : at + width]) for at in range(len(values) - width + 1)]
 
 
-def loss_no_number(text: str) -> Mapping[str, str] | None:
+def loss_not_finite(text: str) -> Mapping[str, str] | None:
     """Find the first loss that is nan or inf, or null, which is what JSON has for them."""
     losses = _losses(text)
     first = next((at for at, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
@@ -115,7 +115,7 @@ def loss_spikes(text: str) -> Mapping[str, str] | None:
     return {"at": f"the losses {', '.join(steps[:5])} of the log"} if steps else None
 
 
-def gradient_no_number(text: str) -> Mapping[str, str] | None:
+def gradient_not_finite(text: str) -> Mapping[str, str] | None:
     """Find gradient norms that are nan or inf to the end, and losses that hide it: three, or one beside a loss of 0."""
     steps = [(_numbers(_GRADIENT, line), _numbers(_LOSS, line)) for line in text.splitlines() if "norm" in line]
     ends = list(takewhile(lambda step: not math.isfinite(step[0][0]), (step for step in reversed(steps) if step[0])))
@@ -125,20 +125,20 @@ def gradient_no_number(text: str) -> Mapping[str, str] | None:
     return {"steps": f"the last {len(ends)} of {len(steps)} have gradient norm {ends[0][0][0]}, {zero} of them loss 0"}
 
 
-def nothing_learned(text: str) -> Mapping[str, str] | None:
+def zero_loss_and_gradient(text: str) -> Mapping[str, str] | None:
     """Find that all losses and gradient norms are 0."""
     course, gradients = _course(text), _numbers(_GRADIENT, text) if "norm" in text else []
     nothing = len(course) > _FEW and len(gradients) > _FEW and not any(course) and not any(gradients)
     return {"losses": f"all {len(course)} are 0, and so are gradient norms"} if nothing else None
 
 
-def slowing_down(text: str) -> Mapping[str, str] | None:
+def gradual_slowdown(text: str) -> Mapping[str, str] | None:
     """Find a speed that falls by more than three tenths, little by little."""
     speeds = _speeds(text)[1:]  # the first step warms up
     return _fallen(speeds) if _drop(speeds) is None else None
 
 
-def slower_at_once(text: str) -> Mapping[str, str] | None:
+def sudden_slowdown(text: str) -> Mapping[str, str] | None:
     """Find a step from which on all are slower by more than three tenths, while before and after it speed holds."""
     speeds = _speeds(text)[1:]
     at = _drop(speeds)
@@ -196,7 +196,7 @@ def _fallen(speeds: Sequence[float]) -> Mapping[str, str] | None:
     return {"first": _told(first), "last": _told(last)} if last < _FALL * first else None
 
 
-def ran_before(text: str) -> Mapping[str, str] | None:
+def steps_before_out_of_memory(text: str) -> Mapping[str, str] | None:
     """Find that many steps went well before memory ran out."""
     failed = _OUT_OF_MEMORY.search(text)
     before = text[: failed.start()] if failed else ""
@@ -228,14 +228,14 @@ def empty_profile(text: str) -> Mapping[str, str] | None:
 MEASURES: Final[Mapping[str, Measure]] = {
     measure.__name__: measure
     for measure in (
-        loss_no_number,
+        loss_not_finite,
         loss_rises,
         loss_spikes,
-        gradient_no_number,
-        nothing_learned,
-        slower_at_once,
-        slowing_down,
-        ran_before,
+        gradient_not_finite,
+        zero_loss_and_gradient,
+        sudden_slowdown,
+        gradual_slowdown,
+        steps_before_out_of_memory,
         ends_while_loading,
         empty_profile,
     )

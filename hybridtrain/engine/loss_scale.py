@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 
 _GROWTH_STEPS = 2000
 _LEAST = 1.0
@@ -19,7 +19,7 @@ class LossScale:
     value: float = 2.0**16
     good_steps: int = 0
     """Since it last changed."""
-    overflows: int = young(0)
+    overflows: int = added_field(0)
     """Steps that were run again, each time."""
 
     def overflowed(self) -> bool:

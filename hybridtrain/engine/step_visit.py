@@ -22,7 +22,7 @@ from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import Experts
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.virtual_gpu.account.observer import MemoryObserver, Stage
-from hybridtrain.virtual_gpu.account.repeated_work import Held
+from hybridtrain.virtual_gpu.account.repeated_work import PendingBackward
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class BlockGraph:
     output: GradientEdge | None
     """Where the block's output left the graph. Holding the tensor itself would keep one boundary alive for nothing.
     None: the pass was only recorded."""
-    held: Held | None
+    held: PendingBackward | None
 
 
 def run_block(

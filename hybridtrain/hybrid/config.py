@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hybridtrain.config.rules import below_least, young
+from hybridtrain.config.rules import added_field, below_least
 from hybridtrain.errors import ConfigError
 from hybridtrain.optim import Optimizer
 from hybridtrain.optim.slow_average import SlowMomentum
@@ -28,7 +28,7 @@ class HybridConfig:
     """Largest P: predicted steps of one jump; 0 switches jumps off, None sets no limit."""
     correct_steps: int = 1
     """Steps after a jump that are called CORRECT: their true gradients enter all averages."""
-    correction_interval: float | None = young(None)
+    correction_interval: float | None = added_field(None)
     """Predicted steps after which CORRECT comes: a longer jump goes on after ``correct_steps`` true steps, until it is
     over. None: a jump is made at once. Not with linear, whose line a true step ends."""
     correction: Literal["next_gradients", "probe_gradients"] = "next_gradients"
@@ -124,12 +124,12 @@ def check_hybrid(trainer: Trainer, config: HybridConfig, *, has_probe: bool) -> 
     faults = []
     if config.needs_probe and not has_probe:
         faults.append("probe: this monitor, predictor or correction needs a probe split; name one or switch it off")
-    faults += rival_faults(trainer.config.optimizer, config)
+    faults += shared_state_faults(trainer.config.optimizer, config)
     if faults:
         raise ConfigError("hybrid", faults)
 
 
-def rival_faults(optimizer: Optimizer, config: HybridConfig) -> list[str]:
+def shared_state_faults(optimizer: Optimizer, config: HybridConfig) -> list[str]:
     """Return a sentence where optimizer and predictor need the same state."""
     if config.follows_slow and not optimizer.second_moment_names:
         owner = f"hybrid.predictor: '{config.predictor}'"
@@ -141,7 +141,7 @@ def rival_faults(optimizer: Optimizer, config: HybridConfig) -> list[str]:
     return [f"optimizer.kind: AdEMAMix keeps its average where '{config.predictor}' does; use one of them"]
 
 
-def refuses_in_time(trainer: Trainer) -> bool:
+def refuses_before_update(trainer: Trainer) -> bool:
     """Return whether a step that diverges is refused before it has changed anything, and so can be run again."""
     optimizer = trainer.config.optimizer
     is_exact = optimizer.max_grad_norm > 0 and optimizer.clip == "exact"

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.divergence import DivergenceLevel
 from hybridtrain.hybrid.stateful import Stateful
@@ -46,7 +46,7 @@ class ControllerState:
     calm_until: int = 0
     """Step until which the strength stays low."""
     correct_left: int = 0
-    predict_left: float = young(0.0)
+    predict_left: float = added_field(0.0)
     """Predicted steps of the last jump that follow after CORRECT."""
     num_jumps: int = 0
     rises: deque[float] = field(default_factory=lambda: deque(maxlen=_PROBE_MEMORY))

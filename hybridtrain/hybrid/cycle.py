@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.step import StepLimits, StepResult
 from hybridtrain.errors import ConfigError, DivergenceError
-from hybridtrain.hybrid.config import HybridConfig, check_hybrid, refuses_in_time
+from hybridtrain.hybrid.config import HybridConfig, check_hybrid, refuses_before_update
 from hybridtrain.hybrid.controller import PhaseController
 from hybridtrain.hybrid.forecast.base import TrainingSignal
 from hybridtrain.hybrid.predictors import make_predictor
@@ -216,7 +216,7 @@ class HybridTrainer(Stateful):
         self, controller: PhaseController, batches: Batches, slow: SlowStep | None
     ) -> tuple[StepResult, bool]:
         """Run a true step; if it diverges right after a jump, take the jump back and run it again."""
-        guards = self._pending is not None and self._config.guard and refuses_in_time(self.trainer)
+        guards = self._pending is not None and self._config.guard and refuses_before_update(self.trainer)
         limits = self.watch.monitor.limits() if guards else None
         bounds = None
         if limits is not None:

@@ -23,7 +23,7 @@ from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
-class Holds(Enum):
+class SlotContent(Enum):
     """Content of a slot whose block is sharded over ranks."""
 
     ROW = 0
@@ -45,7 +45,7 @@ class WeightSlot:
     leaving: Ticket | None = None
     row: Tensor | None = None
     """This rank's part on its way, uint8, where weights are cut."""
-    holds: Holds = Holds.WHOLE
+    holds: SlotContent = SlotContent.WHOLE
     """The part of the block that is in place, where weights are sharded."""
     gather: Gather | None = None
     """Of all ranks' rows of the block, begun before it is used."""
@@ -143,7 +143,7 @@ class BlockSlots:
         self._visits = [visit for visit, last in zip(visits, before, strict=False) if visit.block != last]
         self._position = -1
 
-    def load(self, visit: Visit, wanted: Holds = Holds.WHOLE) -> WeightSlot:
+    def load(self, visit: Visit, wanted: SlotContent = SlotContent.WHOLE) -> WeightSlot:
         """Return the place of a block once its stored weights are there; of a sharded block, the wanted part."""
         block, following = visit.block, self._position + 1
         if self._position < 0 or self._visits[self._position].block != block:
@@ -163,7 +163,7 @@ class BlockSlots:
 
     def load_to_change(self, visit: Visit) -> list[StoredWeight]:
         """Return the stored tensors of a block by parameter, to be changed in place before ``write_back``."""
-        slot = self.load(visit, Holds.OWN)
+        slot = self.load(visit, SlotContent.OWN)
         if slot.leaving is not None:  # it is about to change
             self._copies.wait(slot.leaving)
             slot.leaving = None
@@ -178,7 +178,7 @@ class BlockSlots:
         assert slot.block == block, "a changed block is still in its slot"
         if slot.row is not None:
             self._shards.pack(slot.row, self.layout.views(slot.flat))
-            slot.holds = Holds.OWN
+            slot.holds = SlotContent.OWN
         slot.leaving = self._copies.store(slot.flat if slot.row is None else slot.row, self._buffers[block])
 
     def host_parts(self, block: int) -> list[StoredWeight] | None:
@@ -204,7 +204,7 @@ class BlockSlots:
                 self._fetch(visit)
             claimed.append(slot)
             may_gather = number < self._gathered_ahead and visit.is_whole and slot.block == visit.block
-            if may_gather and slot.row is not None and slot.gather is None and slot.holds is not Holds.WHOLE:
+            if may_gather and slot.row is not None and slot.gather is None and slot.holds is not SlotContent.WHOLE:
                 slot.gather = self._shards.gather_ahead(slot.row, [*filter(None, [slot.arriving])])
 
     def _slot(self, block: int) -> WeightSlot:
@@ -215,19 +215,19 @@ class BlockSlots:
         if slot.gather is not None:  # of a visit that did not come
             self._copies.end(slot.gather)
             slot.gather = None
-        slot.block, slot.holds = visit.block, Holds.ROW if visit.reads else Holds.OWN
+        slot.block, slot.holds = visit.block, SlotContent.ROW if visit.reads else SlotContent.OWN
         if visit.reads:
             target = slot.flat if slot.row is None else slot.row
             after = [self._copies.mark(), *filter(None, [slot.leaving])]
             slot.arriving = self._copies.fetch(target, self._buffers[visit.block], after=after)
             slot.leaving = None
 
-    def _fill(self, slot: WeightSlot, row: Tensor, wanted: Holds) -> None:
+    def _fill(self, slot: WeightSlot, row: Tensor, wanted: SlotContent) -> None:
         stored = self.layout.views(slot.flat)
         if slot.gather is not None:
-            gather, slot.gather, wanted = slot.gather, None, Holds.WHOLE
+            gather, slot.gather, wanted = slot.gather, None, SlotContent.WHOLE
             self._shards.end_gather(gather, stored)
-        elif wanted is Holds.OWN:
+        elif wanted is SlotContent.OWN:
             self._shards.unpack(row, stored)
         else:
             self._shards.gather_row(row, stored)

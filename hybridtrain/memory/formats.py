@@ -258,7 +258,7 @@ def code_format(plan: PhasePlan) -> CodeFormat | None:
 # ---- weights
 
 
-class Typed(Protocol):
+class HasDtype(Protocol):
     """A tensor, on the device or below it."""
 
     @property
@@ -428,7 +428,7 @@ class WeightFormats:
     values: WeightFormat
     codes: WeightFormat
 
-    def of(self, weight: Sequence[Typed]) -> WeightFormat:
+    def of(self, weight: Sequence[HasDtype]) -> WeightFormat:
         """Return the one that suits how a weight is stored: codes are int8."""
         return self.codes if weight[0].dtype == torch.int8 else self.values
 

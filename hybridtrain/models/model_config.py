@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from hybridtrain.config.decode import decode
-from hybridtrain.config.rules import Most, above_most, below_least, young
+from hybridtrain.config.rules import AtMost, added_field, below_least, faults_above_most
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.families import FAMILIES, Architecture, Family
 from hybridtrain.models.presets import SHAPES
@@ -63,11 +63,11 @@ class RopeScaling:
 class Experts:
     """Feed-forward parts that a router chooses from."""
 
-    count: Annotated[int, Most(2**16)]
+    count: Annotated[int, AtMost(2**16)]
     """E."""
     per_token: int
     """Experts that a token takes."""
-    ffn_width: Annotated[int, Most(2**22)]
+    ffn_width: Annotated[int, AtMost(2**22)]
     """F of one expert."""
     shared_ffn_width: int = 0
     """F of a part that every token takes besides; 0: there is none."""
@@ -78,7 +78,7 @@ class Experts:
     differentiated beside the cross entropy of a micro-batch, with the same share of the step, and not told with it."""
 
     def __post_init__(self) -> None:
-        faults = below_least(self, ("count", "per_token", "ffn_width")) + above_most(self)
+        faults = below_least(self, ("count", "per_token", "ffn_width")) + faults_above_most(self)
         if self.per_token > self.count:
             faults.append(f"per_token: {self.per_token} must be at most count ({self.count})")
         if self.shared_ffn_width:
@@ -94,19 +94,19 @@ class ModelConfig:
 
     family: Family
     """Says which parts the decoder is made of: an entry of ``families.FAMILIES``."""
-    vocab_size: Annotated[int, Most(2**24)]
+    vocab_size: Annotated[int, AtMost(2**24)]
     """Tokens that there are; 256 for bytes."""
-    max_seq_len: Annotated[int, Most(MOST_TOKENS)]
+    max_seq_len: Annotated[int, AtMost(MOST_TOKENS)]
     """Positions: the longest sequence."""
-    num_blocks: Annotated[int, Most(2**12)]
+    num_blocks: Annotated[int, AtMost(2**12)]
     """Decoder blocks."""
-    width: Annotated[int, Most(2**20)]
+    width: Annotated[int, AtMost(2**20)]
     """Model dimension D."""
-    num_heads: Annotated[int, Most(2**16)]
+    num_heads: Annotated[int, AtMost(2**16)]
     """Query heads N."""
     num_kv_heads: int
     """Key/value heads K; GPT-2 has K = N."""
-    ffn_width: Annotated[int, Most(2**22)]
+    ffn_width: Annotated[int, AtMost(2**22)]
     """Feed-forward dimension F."""
     dropout: float = 0.0
     """Probability after the embedding and on each residual branch; GPT-2 only, attention weights are never dropped."""
@@ -116,32 +116,32 @@ class ModelConfig:
     """Added to variances in norms."""
     rope_theta: float = 10000.0
     """Base of the rotary angles, where positions are rotary."""
-    head_size: Annotated[int, Most(2**16)] = young(0)
+    head_size: Annotated[int, AtMost(2**16)] = added_field(0)
     """Head dim H where it is not width / num_heads; 0: it is."""
-    rope_scaling: RopeScaling | None = young(None)
+    rope_scaling: RopeScaling | None = added_field(None)
     """How angles are stretched beyond the length that the model first learned."""
-    rope_local_theta: float = young(0.0)
+    rope_local_theta: float = added_field(0.0)
     """Base of the angles in blocks with a sliding window; 0: as everywhere."""
-    rotary_fraction: float = young(1.0)
+    rotary_fraction: float = added_field(1.0)
     """Share of a head's dimensions that turn."""
-    sliding_window: Annotated[int, Most(MOST_TOKENS)] = young(0)
+    sliding_window: Annotated[int, AtMost(MOST_TOKENS)] = added_field(0)
     """Tokens that a token attends to, itself included, in blocks with a window; 0: all before it."""
-    window_pattern: tuple[bool, ...] = young((True,))
+    window_pattern: tuple[bool, ...] = added_field((True,))
     """Which blocks have the window, repeated over all blocks."""
-    attention_softcap: float = young(0.0)
+    attention_softcap: float = added_field(0.0)
     """c of c * tanh(score / c); 0: none."""
-    logit_softcap: float = young(0.0)
+    logit_softcap: float = added_field(0.0)
     """The same of the logits."""
-    query_scale: float = young(0.0)
+    query_scale: float = added_field(0.0)
     """What scores are multiplied with; 0: 1/sqrt(head_dim)."""
-    experts: Experts | None = young(None)
+    experts: Experts | None = added_field(None)
     """Feed-forward parts of which each token takes a few; None: one, for all tokens."""
 
     def __post_init__(self) -> None:
         faults = below_least(
             self, ("vocab_size", "max_seq_len", "num_blocks", "width", "num_heads", "num_kv_heads", "ffn_width")
         )
-        faults += above_most(self)
+        faults += faults_above_most(self)
         if self.family not in FAMILIES:
             faults.append(f"family: {unknown_name('family', self.family, FAMILIES)}")
         if not faults:

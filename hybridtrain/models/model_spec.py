@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.hf_config import model_config_from_hf
 from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
@@ -17,9 +17,9 @@ class ModelSpec:
     """A name of ``hybridtrain list models``."""
     shape: ModelConfig | None = None
     """Numbers of one's own."""
-    folder: Path | None = young(None)
+    folder: Path | None = added_field(None)
     """With a ``config.json``; its weights are not read."""
-    init_from: Path | None = young(None)
+    init_from: Path | None = added_field(None)
     """Folder with the first weights; where nothing else tells the shape, its ``config.json`` does."""
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, Presets, claimed_phases, setting_claims
 from hybridtrain.plan.compose import Optimization
@@ -28,13 +28,13 @@ class Int8Weights(Optimization):
     says, a float32 copy without it; float32 where FULL is not among ``active_phases``."""
     static_scales: bool = False
     """Keep the scales of the first values, doubled for room, instead of taking them anew at each update."""
-    symmetric: bool = young(True)
+    symmetric: bool = added_field(True)
     """Codes from -127 to 127 stand for a range about zero. false: about the middle of its values, 4 more bytes per 256
     elements; better where values lie to one side."""
-    dynamic_range: DynamicRange = young(DynamicRange.GROUP)
+    dynamic_range: DynamicRange = added_field(DynamicRange.GROUP)
     """group: 256 elements share a range. tensor: a whole matrix does, and is updated in one piece; coarser, and its
     scale is kept per 256 elements all the same, so that it saves no bytes."""
-    widen_by: WidenBy = young(WidenBy.BLOCK)
+    widen_by: WidenBy = added_field(WidenBy.BLOCK)
     """block: once a visit. matrix: one at a time, anew in the backward pass."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases with 8-bit weights. PREDICT without FULL: exact values wait on the host and come back to the bit."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, Presets, check_settings, claimed_phases
 from hybridtrain.plan.compose import Optimization
@@ -30,13 +30,13 @@ class MixedPrecision(Optimization):
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases in 16 bits; others store and compute float32. PREDICT without FULL: the master, which must not be absent
     then, waits on the host, and exact values come back to the bit."""
-    warmup_dtype: ComputeDtype | None = young(None)
+    warmup_dtype: ComputeDtype | None = added_field(None)
     """Of WARMUP, where it is another than ``compute_dtype`` in an active phase and float32 in the others."""
-    full_dtype: ComputeDtype | None = young(None)
+    full_dtype: ComputeDtype | None = added_field(None)
     """Likewise of FULL."""
-    predict_dtype: ComputeDtype | None = young(None)
+    predict_dtype: ComputeDtype | None = added_field(None)
     """Likewise of PREDICT."""
-    correct_dtype: ComputeDtype | None = young(None)
+    correct_dtype: ComputeDtype | None = added_field(None)
     """Likewise of CORRECT."""
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, Presets, check_settings, setting_claims
 from hybridtrain.plan.compose import Optimization
@@ -29,9 +29,9 @@ class PredictMemory(Optimization):
     jumps go along an average of gradients that were divided by the root of the second moment before."""
     discard_activations: bool = True
     """Keep no boundaries in PREDICT: a predicted step runs no backward pass."""
-    async_restore: bool = young(default=True)
+    async_restore: bool = added_field(default=True)
     """State on the host comes back beside the next step's forward and backward pass. Without it that step waits."""
-    restore_lookahead: int = young(0)
+    restore_lookahead: int = added_field(0)
     """n: begin when n - 1 predicted steps are left, so that looks at the probe batch hide the transfer; a jump is one
     step, or as many as it has pieces (``monitor = "every_step"``). 0: when PREDICT ends."""
 

@@ -15,7 +15,7 @@ from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.account.lean_meta import lean_meta_rules
+from hybridtrain.virtual_gpu.account.lean_meta import bypass_meta_wrappers
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, OpRecord, StorageLedger
 from hybridtrain.virtual_gpu.account.observer import Lane
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
@@ -95,7 +95,7 @@ def record_steps(
     With ``hybrid`` a PREDICT phase is a step of the ledger too, and leaves its entry unused.
     """
     ledger = StorageLedger()
-    with lean_meta_rules(), ledger:
+    with bypass_meta_wrappers(), ledger:
         trainer = Trainer(model, plan, config or TrainerConfig(), transfer, ledger, group=group)
         if hybrid is None:
             for step_batches in batches:

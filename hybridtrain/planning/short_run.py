@@ -28,7 +28,7 @@ from hybridtrain.planning.dry_runs import DryRun, on_links, record_steps
 from hybridtrain.planning.plan_bytes import PlanBytes, bytes_of
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.account.lean_meta import lean_meta_rules
+from hybridtrain.virtual_gpu.account.lean_meta import bypass_meta_wrappers
 from hybridtrain.virtual_gpu.account.ledger import StorageLedger
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.allocator.replay import replay_trace
@@ -67,7 +67,7 @@ class _Passes:
         empty = np.zeros((size, length), dtype=np.int64)
         batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
         transfer, ledger = VirtualTransfer(), StorageLedger()
-        with lean_meta_rules(), ledger:
+        with bypass_meta_wrappers(), ledger:
             config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
             trainer = Trainer(self.model, plan, config, transfer, ledger, group=_group_of(request))
             ledger.begin_step()

@@ -53,7 +53,7 @@ _MOST_CONFIRMED = 2
 _ADAPTER_LR = 2e-4
 """What QLoRA took for 7B and 13B (2305.14314, appendix B)."""
 _ADVICE = {
-    Bottleneck.COMPUTE: "arithmetic: only a faster card, less recomputation (more room on the card) or 8-bit matmuls help",
+    Bottleneck.COMPUTE: "arithmetic: only a faster card, less recomputation (more room on it) or 8-bit matmuls help",
     Bottleneck.MEMORY: "bandwidth of the card's memory: fused kernels help",
     Bottleneck.TRANSFER: "the bus: more tokens per step or larger micro-batches hide more of it",
     Bottleneck.OPTIMIZER: "the update: more tokens per step make it rarer",

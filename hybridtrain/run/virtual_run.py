@@ -18,14 +18,14 @@ from hybridtrain.reports.card_report import (
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
-from hybridtrain.virtual_gpu.facade.basis import Basis, growth_text
+from hybridtrain.virtual_gpu.facade.basis import PlanBasis, growth_text
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.estimate import by_module
 from hybridtrain.virtual_gpu.facade.launchers import missing_script, python_command
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 _MODULES_SHOWN = 8
-_STAND_INS_SHOWN = 8
+_PLACEHOLDERS_SHOWN = 8
 _REFUSALS_SHOWN = 3
 _STEPS_SHOWN = 6
 _RUNNER = "<frozen runpy>"
@@ -48,7 +48,7 @@ class VirtualRun:
     script: str
     gpu: VirtualGpu
     run: CardRun
-    basis: Basis
+    basis: PlanBasis
     host_memory_bytes: int | None
     reserved: ReservedRange | None
     """By how much reserved bytes move when a run is not quite this one; None of a run that grows with each step."""
@@ -78,7 +78,7 @@ class VirtualRun:
             "tokens_per_s": None,
             "bound": run.bound.value if self.fits else None,
             "fitting_stacks": None,
-            "stand_ins": list(map(asdict, self.gpu.stand_ins())),
+            "placeholders": list(map(asdict, self.gpu.placeholders())),
             "without_gradient": list(self.gpu.without_gradient),
             "basis": self.basis.as_mapping(),
         }
@@ -116,13 +116,13 @@ class VirtualRun:
         return "\n".join(filter(None, lines))
 
     def _remarks(self) -> Iterator[str]:
-        stand_ins, without_gradient = self.gpu.stand_ins(), self.gpu.without_gradient
-        if stand_ins:
+        placeholders, without_gradient = self.gpu.placeholders(), self.gpu.without_gradient
+        if placeholders:
             yield "placeholder values that the script read (nothing was computed):"
-            for use in stand_ins[:_STAND_INS_SHOWN]:
+            for use in placeholders[:_PLACEHOLDERS_SHOWN]:
                 yield f"  {use.where}: {use.op}, {use.rule}" + (f", {use.times} times" if use.times > 1 else "")
-            if len(stand_ins) > _STAND_INS_SHOWN:
-                yield f"  and {len(stand_ins) - _STAND_INS_SHOWN} more places (--json lists them)"
+            if len(placeholders) > _PLACEHOLDERS_SHOWN:
+                yield f"  and {len(placeholders) - _PLACEHOLDERS_SHOWN} more places (--json lists them)"
         if without_gradient:
             names = ", ".join(sorted(set(without_gradient))[:3])
             yield f"WARNING: {len(without_gradient)} trainable parameters got no gradient, as in {names}"
@@ -135,14 +135,14 @@ class VirtualRun:
 
     def _verdict(self) -> str:
         basis = self.basis
-        worth = basis.worth(fits=self.fits)
+        caveats = basis.caveats(fits=self.fits)
         if basis.growth is not None and self.fits:
             free = self.run.card.memory_bytes - self.run.device_used_bytes
-            worth.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
+            caveats.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
         if self.fits:
-            return "; ".join([self.run.card.told(self.run.verdict), *worth])
+            return "; ".join([self.run.card.told(self.run.verdict), *caveats])
         refused = refusal_line(self.run, before_steps="before the first step")
-        return "; ".join([refused, "what the whole step takes, a larger --card tells", *worth])
+        return "; ".join([refused, "what the whole step takes, a larger --card tells", *caveats])
 
 
 def run_script(

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from hybridtrain.virtual_gpu.facade.card_run import CardRun as CardRun
     from hybridtrain.virtual_gpu.facade.estimate import MemoryEstimate as MemoryEstimate
     from hybridtrain.virtual_gpu.facade.estimate import estimate_memory as estimate_memory
-    from hybridtrain.virtual_gpu.facade.stand_in import DataDependentError as DataDependentError
-    from hybridtrain.virtual_gpu.facade.stand_in import StandIn as StandIn
+    from hybridtrain.virtual_gpu.facade.placeholders import DataDependentError as DataDependentError
+    from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse as PlaceholderUse
     from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu as VirtualGpu
 
 _NAMES = {
@@ -61,7 +61,7 @@ _NAMES = {
     "allocator.replay": ("Replay", "StepMemory", "replay_on_card", "replay_trace"),
     "cards.roofline": ("StepTime", "estimate_step"),
     "allocator.snapshot": ("build_snapshot", "write_snapshot"),
-    "facade.stand_in": ("DataDependentError", "StandIn"),
+    "facade.placeholders": ("DataDependentError", "PlaceholderUse"),
     "account.tensor_class": ("TensorClass",),
     "account.trace": ("build_trace", "write_trace"),
     "facade.virtual_gpu": ("VirtualGpu",),

@@ -45,7 +45,7 @@ def define_op(
     return op
 
 
-def triton_or(plain: Function, launcher: str, *, key: str = "", fits: Function = lambda *_: True) -> Function:
+def triton_or_fallback(plain: Function, launcher: str, *, key: str = "", fits: Function = lambda *_: True) -> Function:
     """Return an op's version for CUDA: its Triton launcher where that runs, else the plain version.
 
     Args:

@@ -39,7 +39,7 @@ _START = "from hybridvalidation.child import main; main()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended(Generic[T]):
+class ChildResult(Generic[T]):
     """Exit of a child."""
 
     answer: T | None
@@ -71,7 +71,7 @@ class Child(Generic[T]):
         self._answer, self._limit_s = answer, limit_s
         self._log, self._out = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  closed at the end
         self._begin_s = time.monotonic()
-        self._ended: Ended[T] | None = None
+        self._ended: ChildResult[T] | None = None
         self._peak_rss_bytes = 0
         self._process = subprocess.Popen(  # noqa: S603  our own module
             [sys.executable, "-P", "-c", _START, work, str(self._out.fileno())],
@@ -84,7 +84,7 @@ class Child(Generic[T]):
             self._input.write(to_json(job).encode() + b"\n")
             self._input.flush()  # and not closed before the end: see the module
 
-    def poll(self) -> Ended[T] | None:
+    def poll(self) -> ChildResult[T] | None:
         """Return the child's exit, None while it runs."""
         if self._ended is None:
             code = self._reap(os.WNOHANG)
@@ -94,7 +94,7 @@ class Child(Generic[T]):
                 self.stop(f"stopped after {format_seconds(self._limit_s)}, its time limit")
         return self._ended
 
-    def wait(self) -> Ended[T]:
+    def wait(self) -> ChildResult[T]:
         """Wait for the child; return its exit."""
         while (ended := self.poll()) is None:
             time.sleep(_POLL_S)
@@ -122,7 +122,7 @@ class Child(Generic[T]):
         if not fault:
             self._out.seek(0)
             answer = decode(self._answer, json.loads(self._out.read()), source="worker", unions=_UNIONS)
-        self._ended = Ended(
+        self._ended = ChildResult(
             answer=answer, fault=fault, seconds=time.monotonic() - self._begin_s,
             peak_rss_bytes=self._peak_rss_bytes, log=self._text(),
         )  # fmt: skip
@@ -135,7 +135,9 @@ class Child(Generic[T]):
         return self._log.read().decode(errors="replace")
 
 
-def run_side_by_side(jobs: Sequence[J], start: Callable[[J], Child[T]], width: int) -> Iterator[tuple[J, Ended[T]]]:
+def run_side_by_side(
+    jobs: Sequence[J], start: Callable[[J], Child[T]], width: int
+) -> Iterator[tuple[J, ChildResult[T]]]:
     """Yield each job with its exit, ``width`` children at a time; leaving early stops running ones."""
     waiting, working = list(jobs), list[tuple[J, Child[T]]]()
     try:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.run.environment import package_version, read_environment
 from hybridtrain.run.program import program_digest
-from hybridvalidation.child import Child, Ended, run_side_by_side
+from hybridvalidation.child import Child, ChildResult, run_side_by_side
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record
@@ -99,7 +99,7 @@ class Experiment(Generic[C, R]):
         return [case for key, case in by_key.items() if key not in answers]
 
 
-def in_children(start: Callable[[C], Child[A]], record: Callable[[C, Ended[A]], R], width: int) -> Runner[C, R]:
+def in_children(start: Callable[[C], Child[A]], record: Callable[[C, ChildResult[A]], R], width: int) -> Runner[C, R]:
     """Return a runner that gives each case a process of its own, ``width`` at a time."""
 
     def run(cases: Sequence[C]) -> Iterator[tuple[C, R]]:
@@ -109,7 +109,7 @@ def in_children(start: Callable[[C], Child[A]], record: Callable[[C, Ended[A]], 
     return run
 
 
-def answer_of(ended: Ended[A], run: object, experiment: str) -> A:
+def answer_of(ended: ChildResult[A], run: object, experiment: str) -> A:
     """Return a child's answer, for experiments whose crashed runs leave no record.
 
     Raises:
@@ -133,7 +133,7 @@ def begin_header() -> Callable[[], dict[str, Any]]:
     }  # fmt: skip
 
 
-def child_header(ended: Ended[Any]) -> dict[str, Any]:
+def child_header(ended: ChildResult[Any]) -> dict[str, Any]:
     """Return the header of a record about a child that ended; without an answer its outcome is an error."""
     started = datetime.fromtimestamp(time.time() - ended.seconds, UTC)
     return {

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from hybridtrain.config.rules import Most, above_most, below_least, repeated
+from hybridtrain.config.rules import AtMost, below_least, faults_above_most, repeated
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.models.model_spec import ModelSpec
@@ -51,18 +51,18 @@ class AccuracySpec:
     """Of the paired runs, at least three."""
     num_steps: int
     """Optimizer steps of each."""
-    batch_size: Annotated[int, Most(2**16)]
+    batch_size: Annotated[int, AtMost(2**16)]
     """Sequences per optimizer step."""
     seq_len: int
     """Tokens per sequence."""
     lr: float
     """Peak learning rate."""
-    validation_batches: Annotated[int, Most(2**16)]
+    validation_batches: Annotated[int, AtMost(2**16)]
     """Batches of held-out text."""
 
     def __post_init__(self) -> None:
         faults = below_least(self, ("num_steps", "batch_size", "seq_len", "validation_batches"))
-        faults += above_most(self)
+        faults += faults_above_most(self)
         if len(set(self.seeds)) < 3:
             faults.append(f"seeds: {list(self.seeds)} must name at least 3 different seeds")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds, default=0) < 0:

@@ -23,7 +23,7 @@ _DECORATED = _disable_dynamo(lambda: None).__code__
 
 
 @contextmanager
-def lean_meta_rules() -> Iterator[None]:
+def bypass_meta_wrappers() -> Iterator[None]:
     """Bypass torch's wrappers around meta rules and ops inside the block.
 
     Has no effect where another torch lacks these wrappers.

@@ -30,7 +30,7 @@ from hybridtrain.virtual_gpu.account.op_rules import (
     scratch_bytes,
     tensors_in,
 )
-from hybridtrain.virtual_gpu.account.repeated_work import GraphPieces, Held, Piece, Result, Work
+from hybridtrain.virtual_gpu.account.repeated_work import GraphPieces, PendingBackward, Piece, Result, Work
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
@@ -283,7 +283,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pieces.setdefault(key, None if piece is None or piece.kept else piece)
         return results
 
-    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], Held | None]:
+    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], PendingBackward | None]:
         """Do work that keeps tensors for ``repeat_backward``, or record its earlier effect again.
 
         It is only recorded where its backward pass is known; the results then have no graph.
@@ -294,18 +294,18 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._graphs.get(key)
         if known is not None and known.backward:
             results, kept = self._write_down(known.forward, work)
-            return results, Held(key, work, known, kept, is_written=True)
+            return results, PendingBackward(key, work, known, kept, is_written=True)
         results, piece, kept = self._learn(work)
         if key not in self._graphs and piece is not None:
             known = self._graphs[key] = GraphPieces(piece)
         if known is None or known.forward != piece:  # something decides that is not in the key
             self._graphs[key] = None
             return results, None
-        return results, Held(key, work, known, kept, is_written=False)
+        return results, PendingBackward(key, work, known, kept, is_written=False)
 
     def repeat_backward(
         self,
-        held: Held | None,
+        held: PendingBackward | None,
         operands: Sequence[Tensor],
         differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
@@ -381,7 +381,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results, piece, kept
 
     def _learn_apart(
-        self, held: Held, operands: Sequence[Tensor], differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+        self,
+        held: PendingBackward,
+        operands: Sequence[Tensor],
+        differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
     ) -> Piece:
         """Do both passes uncounted; return the effect of the backward pass."""
         mark = held.work.mark()

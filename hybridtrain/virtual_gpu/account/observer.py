@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.repeated_work import Held, Work
+from hybridtrain.virtual_gpu.account.repeated_work import PendingBackward, Work
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
@@ -54,13 +54,13 @@ class MemoryObserver(Protocol):
         """
         return work.do()
 
-    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], Held | None]:
+    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], PendingBackward | None]:
         """Do work that keeps tensors until ``repeat_backward``; results may have no graph."""
         return work.do(), None
 
     def repeat_backward(
         self,
-        held: Held | None,
+        held: PendingBackward | None,
         operands: Sequence[Tensor],
         differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:

@@ -111,7 +111,7 @@ class GraphPieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PendingBackward:
     """A forward pass that waits for its backward pass."""
 
     key: Hashable

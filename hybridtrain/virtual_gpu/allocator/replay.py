@@ -150,7 +150,7 @@ def first_matmuls(trace: LedgerTrace) -> list[int]:
     return [event for event in firsts if event is not None]
 
 
-class Player:
+class TracePlayer:
     """Plays a trace's events on an allocator."""
 
     def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
@@ -159,12 +159,12 @@ class Player:
         self._workspace_bytes = workspace_bytes
         self._addresses: dict[int, int] = {}
 
-    def _succeed(self, cycle: "Cycle") -> None:
+    def _succeed(self, cycle: "StepCycle") -> None:
         """Map the storages left by a step to those that the next step starts with."""
         self._addresses.update({old: self._addresses.pop(new) for old, new in cycle.successors.items()})
 
 
-class _Run(Player):
+class _Run(TracePlayer):
     def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
         super().__init__(trace, allocator, workspace_bytes)
         self._workspaces: list[tuple[int, int]] = []
@@ -216,7 +216,7 @@ class _Run(Player):
             return None
         length = 0 if history is None else len(history)
         try:
-            settled = Settled(allocator)
+            settled = SteadyStateCheck(allocator)
             for _ in range(count):
                 self._succeed(cycle)
                 if settled.now(self._addresses):
@@ -315,7 +315,7 @@ class _Run(Player):
 
 
 @dataclass(frozen=True, slots=True)
-class Cycle:
+class StepCycle:
     """The last step as a repeatable cycle."""
 
     body: range
@@ -326,7 +326,7 @@ class Cycle:
     """Which storage of its end plays the part of which one that it found and released."""
 
 
-class Settled:
+class SteadyStateCheck:
     """Detects that repeated steps have settled: allocator and storages equal those before the step."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
@@ -341,7 +341,7 @@ class Settled:
         return self._before is not None and self._before == before
 
 
-def last_cycle(trace: LedgerTrace) -> Cycle | None:
+def last_cycle(trace: LedgerTrace) -> StepCycle | None:
     """Return the last step's cycle; None where its end is not what it began with, as in a step that keeps something."""
     step = trace.step_range(len(trace.steps) - 1)
     stop = next((position + 1 for position in reversed(step) if trace.events[position] >= 0), step.start)
@@ -364,4 +364,4 @@ def last_cycle(trace: LedgerTrace) -> Cycle | None:
         return None
     successors = {index: of_kind[kind(index)].popleft() for index in released}
     rest = made.keys() - set(successors.values())
-    return Cycle(body, tuple(e for e in trailing if ~e in rest), successors) if rest <= late else None
+    return StepCycle(body, tuple(e for e in trailing if ~e in rest), successors) if rest <= late else None

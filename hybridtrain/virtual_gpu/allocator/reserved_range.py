@@ -20,7 +20,13 @@ from hybridtrain.virtual_gpu.account.observer import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
-from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS, Player, Settled, first_matmuls, last_cycle
+from hybridtrain.virtual_gpu.allocator.replay import (
+    SETTLING_STEPS,
+    SteadyStateCheck,
+    TracePlayer,
+    first_matmuls,
+    last_cycle,
+)
 from hybridtrain.virtual_gpu.allocator.segments import Placement, falling
 
 DRIVER, EVALUATION, MORE_STEPS, LENGTHS = "driver", "evaluation", "more steps", "lengths"
@@ -117,7 +123,7 @@ def reserved_range(
     return ReservedRange(planned_bytes=known, by_change=found, lengths_fit=lengths_fit)
 
 
-class _Run(Player):
+class _Run(TracePlayer):
     def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
         super().__init__(trace, allocator, workspace_bytes)
         self._matmuls = first_matmuls(trace)
@@ -134,7 +140,7 @@ class _Run(Player):
         self._run(range(trace.steps[0].event))
         if evaluates:
             self._evaluate()
-        cycle, settled = last_cycle(trace) if lengths else None, Settled(self._allocator)
+        cycle, settled = last_cycle(trace) if lengths else None, SteadyStateCheck(self._allocator)
         for step, length in enumerate(lengths or [1.0] * (last + 1)):
             if step < last or cycle is None:
                 events = trace.step_range(step)

@@ -57,7 +57,7 @@ class SnapshotReplay:
     """Whether every segment and block is as recorded at the end, with the driver's addresses."""
 
 
-def lawful_blocks(device: RecordedDevice) -> tuple[int, int]:
+def matching_blocks(device: RecordedDevice) -> tuple[int, int]:
     """Return the number of blocks in use whose size matches the model's, and the number of all.
 
     A block is its request, rounded, and the rest behind it that the rules do not cut off.

@@ -8,7 +8,7 @@ from math import floor
 
 from hybridtrain.config.decode import decode
 from hybridtrain.units import GB, GIB, MIB, format_bytes
-from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, require_no, tables
+from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, raise_faults, tables
 
 MARGIN_SHARE = 0.05
 """Of a card's memory: a plan that leaves less of it free fits barely, on every card and in every answer.
@@ -89,7 +89,7 @@ class Card:
             faults.append(f"context_mib: {self.context_mib} must be at least 0 and below memory_mib")
         if not re.fullmatch(r"\d+\.\d+", self.compute_capability):
             faults.append(f"compute_capability: '{self.compute_capability}' must read like '8.9'")
-        require_no(faults)
+        raise_faults(faults)
 
     @property
     def family(self) -> str:
@@ -226,7 +226,7 @@ class Host:
         faults = figure_faults(self, above_0=amounts, at_least_0=("reserved_gib",))
         if self.memory_gib is not None and self.memory_gib <= self.reserved_gib:
             faults.append(f"memory_gib: {self.memory_gib} must be above reserved_gib ({self.reserved_gib})")
-        require_no(faults)
+        raise_faults(faults)
 
     def shared(self, ranks: int) -> "Host":
         """Return one rank's equal share of the machine's memory and disk."""

@@ -25,7 +25,7 @@ from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.account.ledger import OpRecord
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, Host
-from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, read_catalogue, require_no
+from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, raise_faults, read_catalogue
 
 
 class Bottleneck(StrEnum):
@@ -77,7 +77,7 @@ class Efficiency:
     def __post_init__(self) -> None:
         shares = ("matmul", "attention", "memory", "cached", "bus")
         others = ("inner_half", "waves_half", "launch_seconds", "kernel_seconds")
-        require_no(figure_faults(self, above_0=shares, at_least_0=others))
+        raise_faults(figure_faults(self, above_0=shares, at_least_0=others))
 
 
 DEFAULT_EFFICIENCY = Efficiency()

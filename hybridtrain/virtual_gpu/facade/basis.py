@@ -22,7 +22,7 @@ NUM_STEPS_OF_GROWTH = 2 + _LIFE
 
 
 @dataclass(slots=True, kw_only=True)
-class Noted:
+class CodeNotes:
     """Notes on running code, beside its tensors."""
 
     refusals: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Noted:
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen(Noted):
+class LedgerNotes(CodeNotes):
     """A ledger's notes on running code."""
 
     made_at: dict[int, str] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def find_growth(trace: LedgerTrace, places: Mapping[int, str]) -> Growth | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Basis(Noted):
+class PlanBasis(CodeNotes):
     """Observations of a script and their gaps; each refusal and each place of compiled code once."""
 
     versions: dict[str, str]
@@ -113,7 +113,7 @@ class Basis(Noted):
             return ""
         return f"{_listed(self.compiled)} is planned as eager code, and compiled code needs less"
 
-    def worth(self, *, fits: bool) -> list[str]:
+    def caveats(self, *, fits: bool) -> list[str]:
         """Return the caveats of a verdict: reasons why the plan is a bound, and differences from a real card."""
         found = []
         if self.lower_bound and fits:

@@ -26,7 +26,7 @@ from hybridtrain.virtual_gpu.facade.cuda_module import CARD, answering, cuda_nam
 from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
-from hybridtrain.virtual_gpu.facade.stand_in import where_called
+from hybridtrain.virtual_gpu.facade.placeholders import where_called
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods, as_device
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
@@ -213,7 +213,7 @@ def _drawn_once(ledger: VirtualLedger) -> Callable[..., Tensor]:
     true_draw = torch.nn.init._no_grad_trunc_normal_
 
     def draw(*args: Any, **kwargs: Any) -> Tensor:
-        with ledger.stand_ins.answering(truth=False):
+        with ledger.placeholders.answering(truth=False):
             return true_draw(*args, **kwargs)
 
     return draw

@@ -16,7 +16,7 @@ from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, find_card
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
-from hybridtrain.virtual_gpu.facade.stand_in import StandIn
+from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 Batch = Mapping[str, Any] | Tensor | tuple[Any, ...]
@@ -52,7 +52,7 @@ class MemoryEstimate:
     @cached_property
     def run(self) -> CardRun:
         """Steps, peaks, holders and times; on a card that is large enough where the one asked for is not."""
-        return (self._plan(boundless(self.card), self.batch_size)._gpu if self.oom else self._gpu).report()
+        return (self._plan(with_unlimited_memory(self.card), self.batch_size)._gpu if self.oom else self._gpu).report()
 
     @property
     def peak_bytes(self) -> int:
@@ -76,9 +76,9 @@ class MemoryEstimate:
         workspace = self.card.cublas_workspace_bytes
         return reserved_range(self.run.trace, workspace_bytes=workspace, config=self._gpu.config)
 
-    def stand_ins(self) -> tuple[StandIn, ...]:
+    def placeholders(self) -> tuple[PlaceholderUse, ...]:
         """Return the places where the model read placeholder values."""
-        return self._gpu.stand_ins()
+        return self._gpu.placeholders()
 
     def fits(self, card: Card | str) -> bool:
         """Return whether the step fits a card with its margin; kernels as of attention are chosen for that card."""
@@ -103,8 +103,8 @@ class MemoryEstimate:
 
     def summary(self) -> str:
         """Return outcome, peak, holders and time in a few lines, and whether the plan is a bound."""
-        worth = self._gpu.basis().worth(fits=self.fits_card)
-        return "\n".join([*filter(None, [self.oom]), self.run.summary(), *worth])
+        caveats = self._gpu.basis().caveats(fits=self.fits_card)
+        return "\n".join([*filter(None, [self.oom]), self.run.summary(), *caveats])
 
 
 def estimate_memory(
@@ -259,6 +259,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     return iter(found)
 
 
-def boundless(card: Card) -> Card:
+def with_unlimited_memory(card: Card) -> Card:
     """Return the card with more memory than any step takes."""
     return replace(card, memory_mib=2**40)

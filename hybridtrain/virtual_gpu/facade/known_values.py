@@ -25,7 +25,7 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     map_tensors,
     without_generator,
 )
-from hybridtrain.virtual_gpu.facade.stand_in import StandIns
+from hybridtrain.virtual_gpu.facade.placeholders import Placeholders
 
 _CPU = torch.device("cpu")
 _MASKS = frozenset({torch.bool, torch.uint8})
@@ -39,7 +39,7 @@ class Place(Enum):
 
 
 @dataclass(slots=True)
-class Holding:
+class VirtualStorage:
     """A virtual storage."""
 
     place: Place
@@ -64,8 +64,8 @@ class Holding:
 class KnownValues:
     """Keeps values, and computes with them on the CPU where all that an op reads is known and small."""
 
-    def __init__(self, held: Mapping[int, Holding], stand_ins: StandIns) -> None:
-        self._held, self._stand_ins = held, stand_ins
+    def __init__(self, held: Mapping[int, VirtualStorage], placeholders: Placeholders) -> None:
+        self._held, self._placeholders = held, placeholders
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor's values, on the CPU; None where they do not follow from the script's own data."""
@@ -125,7 +125,7 @@ class KnownValues:
             if known is None:
                 known = self._assume(func, args, tensor)
             if known is None:
-                return self._stand_ins.rule(func, args)
+                return self._placeholders.rule(func, args)
             values[id(tensor)] = known
         kwargs = without_generator(kwargs)
         if "device" in kwargs:
@@ -135,13 +135,13 @@ class KnownValues:
     def read(self, func: Op, args: Args, _kwargs: Kwargs) -> Any:
         """Return a number."""
         known = self.of(args[0])
-        return self._stand_ins.number(func, args[0].dtype) if known is None else known.item()
+        return self._placeholders.number(func, args[0].dtype) if known is None else known.item()
 
     def compare(self, func: Op, args: Args, kwargs: Kwargs) -> bool:
         """Return whether two tensors are equal, or close."""
         one, other = self.of(args[0]), self.of(args[1])
         if one is None or other is None:
-            return bool(self._stand_ins.number(func, torch.bool))
+            return bool(self._placeholders.number(func, torch.bool))
         return bool(func(one, other, *args[2:], **kwargs))
 
     def is_masked_fill(self, func: Op, args: Args) -> bool:
@@ -163,7 +163,7 @@ class KnownValues:
             DataDependentError: The shape of a result depends on unknown values.
         """
         if func not in TAKES_HOST_INDICES:
-            self._stand_ins.refuse(func)
+            self._placeholders.refuse(func)
         indices: list[Tensor | None] = []
         for index in args[1]:
             if index is None or index.dtype not in _MASKS:
@@ -171,11 +171,11 @@ class KnownValues:
                 continue
             known = self.of(index)
             if known is None:
-                self._stand_ins.refuse(func)
+                self._placeholders.refuse(func)
             indices += map(like, known.nonzero(as_tuple=True))
         return (args[0], indices, *args[2:])
 
-    def _fresh(self, tensor: Tensor, holding: Holding) -> Tensor:
+    def _fresh(self, tensor: Tensor, holding: VirtualStorage) -> Tensor:
         """Return unset memory for the values of a tensor."""
         holding.values = torch.UntypedStorage(holding.size)  # type: ignore[no-untyped-call]
         known = self.of(tensor)
@@ -189,7 +189,7 @@ class KnownValues:
             if holding is not None and tensor.nbytes == holding.size:
                 return self._fresh(tensor, holding)
         if tensor.numel() == 1 and func._overloadpacket in QUESTIONS:
-            self._stand_ins.note(func, "one number of which something is asked: 1")
+            self._placeholders.note(func, "one number of which something is asked: 1")
             return torch.ones(tensor.shape, dtype=tensor.dtype)
         return None
 

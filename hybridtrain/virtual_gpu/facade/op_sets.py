@@ -73,14 +73,14 @@ def is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= (_KNOWN_INTEGERS if is_integral(tensor.dtype) else _KNOWN_FLOATS)
 
 
-def makes_much(func: Op, operands: list[Tensor]) -> bool:
+def makes_large_known_shape(func: Op, operands: list[Tensor]) -> bool:
     """Return whether an op on real tensors makes a large one whose shape is known beforehand."""
     if func.is_view or func._schema.is_mutable or is_dynamic(func):
         return False
     return sum(tensor.nbytes for tensor in operands) >= _REAL_WORK
 
 
-def takes_both(func: Op) -> bool:
+def allows_mixed_devices(func: Op) -> bool:
     """Return whether operands may lie in two places: a copy, indices, or an update of paged state."""
     return func in COPIES or func in TAKES_HOST_INDICES or func.namespace == "bitsandbytes"
 
@@ -91,7 +91,7 @@ def made_on_meta(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
     return made
 
 
-def stays_real(func: Op, args: Args, kwargs: Kwargs) -> bool:
+def is_made_on_cpu(func: Op, args: Args, kwargs: Kwargs) -> bool:
     """Return whether what an op makes on the CPU is made for real: copies of real data, and small integers.
 
     So is what has no bytes: torch.load makes such, and gives it a real storage.
@@ -182,6 +182,6 @@ def to_meta(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta or not tensor.dim() else like(tensor)
 
 
-def holds_real(args: Args, kwargs: Kwargs) -> bool:
+def is_real_tensor(args: Args, kwargs: Kwargs) -> bool:
     """Return whether a value is a tensor for ``to_meta``."""
     return any(not tensor.is_meta and tensor.dim() for tensor in tensors_in([*args, *kwargs.values()]))

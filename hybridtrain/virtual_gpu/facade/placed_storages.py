@@ -17,10 +17,10 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory
 from hybridtrain.virtual_gpu.cards.card import Card, Host
-from hybridtrain.virtual_gpu.facade.basis import Seen
-from hybridtrain.virtual_gpu.facade.known_values import Holding, Place
-from hybridtrain.virtual_gpu.facade.op_sets import is_truly_meta, takes_both
-from hybridtrain.virtual_gpu.facade.stand_in import where_called
+from hybridtrain.virtual_gpu.facade.basis import LedgerNotes
+from hybridtrain.virtual_gpu.facade.known_values import Place, VirtualStorage
+from hybridtrain.virtual_gpu.facade.op_sets import allows_mixed_devices, is_truly_meta
+from hybridtrain.virtual_gpu.facade.placeholders import where_called
 
 _FIRST_STEP_WITH_PLACES = 3
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -37,7 +37,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         self.modules = ModuleUnits()
         self.refusal: OutOfMemory | None = None
         """The last request that the card could not serve."""
-        self.seen = Seen()
+        self.seen = LedgerNotes()
         self.on_refusal: Callable[[], None] = lambda: None
         self.updates = False
         """Whether an optimizer is at work."""
@@ -46,7 +46,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         self.stream = 0
         """The card's current stream; each stream has a cache of its own in the allocator."""
         self.first_matmuls: set[bool] = set()
-        self._held: dict[int, Holding] = {}
+        self._held: dict[int, VirtualStorage] = {}
         self._addresses: dict[int, int] = {}
         self._streams: list[int] = []
         self._target: Place | None = None
@@ -145,7 +145,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
             if (here is not None or not tensor.is_meta) and tensor.dim():
                 other = tensor
             place = place or here
-        if place is Place.DEVICE and other is not None and not takes_both(func):
+        if place is Place.DEVICE and other is not None and not allows_mixed_devices(func):
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
                 f"(virtual GPU, in {func}; an operand of shape {tuple(other.shape)} is on the CPU)"
@@ -165,7 +165,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         watch = weakref.ref(storage, self._on_release(address))
         if place is Place.DEVICE and size:
             self._alive[address] = self._allocate(size, self._stage), size, watch
-        self._held[address] = Holding(place, size, watch)
+        self._held[address] = VirtualStorage(place, size, watch)
         if place is Place.HOST:
             self._add_host_bytes(size)
 

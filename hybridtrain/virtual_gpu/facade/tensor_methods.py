@@ -117,7 +117,7 @@ class TensorMethods:
         with _disable_current_modes():
             known = self.values_of(tensor)
             if known is None:
-                self._ledger.stand_ins.note(torch.ops.aten._to_copy.default, "values that are read: ones")
+                self._ledger.placeholders.note(torch.ops.aten._to_copy.default, "values that are read: ones")
                 known = torch.ones(tensor.shape, dtype=tensor.dtype)
             return known
 

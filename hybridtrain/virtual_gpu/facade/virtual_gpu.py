@@ -28,13 +28,13 @@ from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, replay_trace
 from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.cards.roofline import estimate_step
-from hybridtrain.virtual_gpu.facade.basis import Basis, Noted, find_growth, versions
+from hybridtrain.virtual_gpu.facade.basis import CodeNotes, PlanBasis, find_growth, versions
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.cuda_facade import facade
 from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.launchers import launchers
-from hybridtrain.virtual_gpu.facade.stand_in import StandIn
+from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 from hybridtrain.virtual_gpu.facade.virtual_world import virtual_world
@@ -196,23 +196,25 @@ class VirtualGpu:
         self._backwards_at_begin = self.ledger.seen.num_backwards
         self.ledger.begin_step()
 
-    def basis(self) -> Basis:
+    def basis(self) -> PlanBasis:
         """Return the basis of a plan: observations of the code, and differences from a real card."""
         seen = self.ledger.seen
-        noted = {item.name: copy(getattr(seen, item.name)) for item in fields(Noted)}
+        noted = {item.name: copy(getattr(seen, item.name)) for item in fields(CodeNotes)}
         noted["compiled"] = [*dict.fromkeys(seen.compiled)]
         ended_by = "" if self.oom is None else seen.refusals[-1]
         noted["refusals"] = [text for text in dict.fromkeys(seen.refusals) if text != ended_by]
         growth = find_growth(self.ledger.trace(), seen.made_at)
-        return Basis(**noted, versions=versions(), num_steps=self.steps_done, has_state=self._has_state, growth=growth)
+        return PlanBasis(
+            **noted, versions=versions(), num_steps=self.steps_done, has_state=self._has_state, growth=growth
+        )
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str = "") -> None:
         """Set the purpose of a tensor, from its allocation on."""
         self.ledger.label(tensor, tensor_class, unit)
 
-    def stand_ins(self) -> tuple[StandIn, ...]:
+    def placeholders(self) -> tuple[PlaceholderUse, ...]:
         """Return the places where placeholder values were used."""
-        return self.ledger.stand_ins.uses()
+        return self.ledger.placeholders.uses()
 
     @property
     def host_peak_bytes(self) -> int:

@@ -3,7 +3,7 @@
 A tensor on the meta device has a shape and no bytes. Here its storage also has a place, the host's memory or the
 card's, which an op's results inherit (``placed_storages.py``); so a model of any size is built, moved and trained
 without memory. What a script computed from its own data stays known (``known_values.py``); what is not known has a
-placeholder value (``stand_in.py``), and every place where one was used is listed.
+placeholder value (``placeholders.py``), and every place where one was used is listed.
 """
 
 import weakref
@@ -35,18 +35,18 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     META,
     WORKSPACES,
     accumulated,
-    holds_real,
     is_dynamic,
+    is_made_on_cpu,
+    is_real_tensor,
     like,
     made_otherwise,
-    makes_much,
+    makes_large_known_shape,
     map_tensors,
-    stays_real,
     to_meta,
     without_generator,
 )
 from hybridtrain.virtual_gpu.facade.placed_storages import PlacedStorages
-from hybridtrain.virtual_gpu.facade.stand_in import StandIns, where_called
+from hybridtrain.virtual_gpu.facade.placeholders import Placeholders, where_called
 
 _ATEN = torch.ops.aten
 _PLAIN = torch._C._disabled_torch_dispatch_impl
@@ -69,8 +69,8 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         self._meta_cache = MetaCache()  # a script may change default types as it goes
         self.is_inside = False
         """Whether an op is being run: then ``Tensor.device`` is the true one."""
-        self.stand_ins = StandIns(self.seen.refusals.append)
-        self.values = KnownValues(self._held, self.stand_ins)
+        self.placeholders = Placeholders(self.seen.refusals.append)
+        self.values = KnownValues(self._held, self.placeholders)
         self.after_backward: Callable[[], None] = lambda: None
         self.most_real_bytes = 2**28
         """Of large results on the host that are computed for real at a time."""
@@ -125,7 +125,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         target = self._target if self._target is not None else _asked_for(func, args, kwargs, operands)
         place = self._place(func, operands) if target is None else target
         if place is None:
-            if makes_much(func, operands) and not any(tensor.is_meta for tensor in operands):
+            if makes_large_known_shape(func, operands) and not any(tensor.is_meta for tensor in operands):
                 return self._compute_real(func, args, kwargs, operands)
             return func(*args, **kwargs)  # real, or on meta by the script's own wish
         if self._are_collectives_due:
@@ -198,7 +198,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         is_placed = kwargs.get("device") is not None
         if is_placed:
             kwargs["device"] = META
-        if holds_real(args, kwargs):
+        if is_real_tensor(args, kwargs):
             args, kwargs = map_tensors(args, to_meta), {name: map_tensors(v, to_meta) for name, v in kwargs.items()}
         if func is _ATEN._to_copy.default:
             if not args[0].is_meta:
@@ -220,7 +220,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
     def _write_to_host(self, func: Op, args: Args, written: Sequence[Tensor], results: Any) -> Any:
         """Write a virtual tensor's known values into a real one, placeholder values elsewhere."""
         if results is None:
-            self.stand_ins.note(func, "written into a tensor on the CPU: ones")
+            self.placeholders.note(func, "written into a tensor on the CPU: ones")
             for tensor in written:
                 if not tensor.is_meta:
                     tensor.fill_(1)
@@ -347,4 +347,4 @@ def _asked_for(func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> 
     if device.type == "cuda":
         return Place.DEVICE
     is_real = not any(tensor.is_meta for tensor in operands)
-    return None if is_real and stays_real(func, args, kwargs) else Place.HOST
+    return None if is_real and is_made_on_cpu(func, args, kwargs) else Place.HOST

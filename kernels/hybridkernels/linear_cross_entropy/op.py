@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridkernels.define_op import define_op, triton_or
+from hybridkernels.define_op import define_op, triton_or_fallback
 from hybridkernels.linear_cross_entropy.reference import IGNORED
 
 _ROW_MULTIPLE = 64
@@ -63,7 +63,7 @@ def _cap(logits_RV: Tensor, softcap: float) -> Tensor:
 
 _cross_entropy_grad = define_op(
     "cross_entropy_grad_", cross_entropy_grad_plain, mutates=("logits",),
-    cuda=triton_or(
+    cuda=triton_or_fallback(
         cross_entropy_grad_plain, "linear_cross_entropy.cross_entropy_grad_triton", key="linear_cross_entropy",
         fits=lambda logits, *_: logits.dtype != torch.float64,
     ),

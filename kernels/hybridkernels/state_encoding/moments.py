@@ -21,7 +21,7 @@ _ALIGNMENT = 16
 """Bytes that one thread loads at once."""
 
 
-class Coded(NamedTuple):
+class MomentCodes(NamedTuple):
     """Codes of the dynamic 8-bit map (adamw_int8/dynamic_map.py), which is unsigned for second moments."""
 
     codes: Tensor
@@ -30,7 +30,7 @@ class Coded(NamedTuple):
     """float32, contiguous, one per group of 256."""
 
 
-Stored = Tensor | Coded
+Stored = Tensor | MomentCodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Moments:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the values of m, v and slow, then the scales of each where it is in codes."""
         parts = (self.m, self.v, self.slow)
-        values = (part.codes if isinstance(part, Coded) else part for part in parts)
-        return *values, *(part.scale if isinstance(part, Coded) else None for part in parts)
+        values = (part.codes if isinstance(part, MomentCodes) else part for part in parts)
+        return *values, *(part.scale if isinstance(part, MomentCodes) else None for part in parts)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> "Moments":
@@ -75,11 +75,11 @@ class Moments:
 
     @property
     def _values(self) -> Tensor:
-        return self.m.codes if isinstance(self.m, Coded) else self.m
+        return self.m.codes if isinstance(self.m, MomentCodes) else self.m
 
 
 def _stored(values: Tensor | None, scale: Tensor | None) -> Stored | None:
-    return values if values is None or scale is None else Coded(values, scale)
+    return values if values is None or scale is None else MomentCodes(values, scale)
 
 
 def require_moments(moments: Sequence[Moments]) -> None:

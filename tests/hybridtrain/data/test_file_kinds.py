@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
 from hybridtrain.data.corpus import text_corpus
 from hybridtrain.data.documents import TextSource, holds_records, open_source, read_documents
-from hybridtrain.data.file_kinds import holds_json
+from hybridtrain.data.file_kinds import is_json_text
 from hybridtrain.errors import DataError
 from tiny_tokenizers import chat
 
@@ -78,7 +78,7 @@ def test_compressed_records_are_refused(tmp_path: Path, name: str) -> None:
 )  # fmt: skip
 def test_prose_is_not_taken_for_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
-    assert not holds_json(tmp_path / "a.txt")
+    assert not is_json_text(tmp_path / "a.txt")
 
 
 VALUES = st.recursive(
@@ -102,7 +102,7 @@ def test_any_json_is_seen(
     written = [json.dumps(value, indent=indent, ensure_ascii=is_ascii) for value in values]
     for content in (between.join(written), json.dumps(values, indent=indent, ensure_ascii=is_ascii)):
         path.write_bytes((before + content).encode(errors="surrogatepass"))
-        assert holds_json(path)
+        assert is_json_text(path)
 
 
 def test_files_about_records_are_left_out_and_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.cli.main import main
-from hybridtrain.virtual_gpu.facade.basis import Basis
+from hybridtrain.virtual_gpu.facade.basis import PlanBasis
 
 MIB = 2**20
 HEAD = "import torch\nfrom torch import nn\n"
@@ -351,7 +351,7 @@ def test_recurrent_layers_are_told_to_be_approximate(
 
 
 def test_the_words_of_a_basis() -> None:
-    basis = Basis(
+    basis = PlanBasis(
         versions={"torch": "2.13.0", "peft": "0.21"}, num_steps=1, num_backwards=4, has_state=True, num_evaluations=0,
         num_saves=2, compiled=(), refusals=(), uncounted={}, approximated={}, growth=None,
     )  # fmt: skip

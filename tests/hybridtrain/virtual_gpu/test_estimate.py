@@ -25,7 +25,7 @@ def test_classes_and_modules_are_those_of_the_model() -> None:
     assert modules["0"] == modules["2"] == 2 * PARAMS  # weights, gradients, two moments
     assert found.fits_card
     assert found.peak_bytes >= 4 * PARAMS
-    assert found.stand_ins() == ()
+    assert found.placeholders() == ()
 
 
 def test_a_module_that_exists_is_not_changed_and_counts_the_same() -> None:

@@ -220,7 +220,7 @@ DOCUMENTED = hybridtrain.virtual_gpu._NAMES.keys() - {
     "account.op_rules",
     "account.tensor_class",
     "facade.card_run",
-    "facade.stand_in",
+    "facade.placeholders",
 }
 
 

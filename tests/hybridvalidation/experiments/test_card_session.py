@@ -23,7 +23,7 @@ from hybridtrain.stacks import Stack
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, MIB
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
-from hybridvalidation.child import Ended
+from hybridvalidation.child import ChildResult
 from hybridvalidation.experiments import measure
 from hybridvalidation.experiments.card_session import session as cuda_session
 from hybridvalidation.experiments.card_session import train as cuda_train
@@ -37,7 +37,7 @@ from hybridvalidation.experiments.card_session.parts import (
     time_limit,
 )
 from hybridvalidation.experiments.card_session.plan import PlanJob, PlannedPart, card_under_cap, plan_part
-from hybridvalidation.experiments.card_session.record import Ceilings, EvidenceRecord, Measured, read_evidence
+from hybridvalidation.experiments.card_session.record import CardMeasurements, Ceilings, EvidenceRecord, read_evidence
 from hybridvalidation.experiments.card_session.session import EvidenceRun, Session, answer_of, start_child
 from hybridvalidation.experiments.card_session.table import newest_evidence, write_evidence
 from hybridvalidation.experiments.card_session.train import DeviceEvent, TrainJob, copy_overlap, read_chrome_trace
@@ -83,14 +83,14 @@ def planned(step_time_s: float = 10.0, **changes: Any) -> PlannedPart:
     return replace(plain, **changes)
 
 
-def measured(*seconds: float) -> Measured:
+def measured(*seconds: float) -> CardMeasurements:
     steps = tuple(
         MeasuredStep(
             step=step, loss=5.0, grad_norm=1.0, seconds=time, peak_allocated_bytes=1000, peak_reserved_bytes=2000
         )
         for step, time in enumerate(seconds, 1)
     )
-    return Measured(
+    return CardMeasurements(
         build_s=1.0, steps=steps, outside_bytes=800, host_bytes=0, disk_bytes=0, num_alloc_retries=0, overlap=None
     )
 
@@ -104,10 +104,10 @@ class FakeChild:
     clock: Callable[[], float]
     is_stopped: bool = False
 
-    def poll(self) -> Ended[Answer] | None:
+    def poll(self) -> ChildResult[Answer] | None:
         if self.clock() < self.ready_s:
             return None
-        return Ended(answer=self.reply, fault="", seconds=0.0, peak_rss_bytes=0, log="")
+        return ChildResult(answer=self.reply, fault="", seconds=0.0, peak_rss_bytes=0, log="")
 
     def stop(self) -> None:
         self.is_stopped = True

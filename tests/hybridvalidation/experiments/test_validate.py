@@ -14,7 +14,7 @@ from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_json
 from hybridtrain.run.environment import read_environment
 from hybridvalidation import validate as validate_module
-from hybridvalidation.child import Ended
+from hybridvalidation.child import ChildResult
 from hybridvalidation.experiments import stack_runs as runner
 from hybridvalidation.experiments.stack_runs import Job, make_job, run_from_records
 from hybridvalidation.judge.joint import judge_all
@@ -154,8 +154,8 @@ def no_worker(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         def __init__(self, _work: str, job: Job, _answer: type) -> None:
             self.record = note(job)
 
-        def poll(self) -> Ended[StackRun]:
-            return Ended(answer=self.record, fault="", seconds=1.0, peak_rss_bytes=0, log="")
+        def poll(self) -> ChildResult[StackRun]:
+            return ChildResult(answer=self.record, fault="", seconds=1.0, peak_rss_bytes=0, log="")
 
         def stop(self) -> None:
             pass

@@ -9,7 +9,7 @@ import pytest
 
 from hybridtrain.cli.main import main
 from hybridtrain.run.environment import read_environment
-from hybridvalidation.child import Ended
+from hybridvalidation.child import ChildResult
 from hybridvalidation.experiments.recorded import PlannedFigures, PlannedRun, append_planned, job_of, read_sources
 from hybridvalidation.gate import others
 from hybridvalidation.gate.gate import GateExit
@@ -51,7 +51,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def find(fault: str = "", **figures: float) -> None:
         answer = None if fault else PlannedFigures(figures=figures)
-        ended = Ended(answer=answer, fault=fault, seconds=1.0, peak_rss_bytes=0, log="")
+        ended = ChildResult(answer=answer, fault=fault, seconds=1.0, peak_rss_bytes=0, log="")
 
         def side_by_side(plans: object, _start: object, _width: int) -> Iterator[object]:
             yield from ((plan, ended) for plan in plans)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge import joint as joint_module
 from hybridvalidation.judge import verdict as verdict_module
 from hybridvalidation.judge.case import Decider, Metric
-from hybridvalidation.judge.joint import Joint, judge_all, judge_jointly
+from hybridvalidation.judge.joint import JointVerdict, judge_all, judge_jointly
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.judge.time_error import within_error
 from hybridvalidation.judge.verdict import Status, Verdict, judge, judge_metric
@@ -288,7 +288,7 @@ def test_each_target_is_compared_with_the_stack_it_names(monkeypatch: pytest.Mon
 
 def jointly(
     monkeypatch: pytest.MonkeyPatch, rows: Mapping[str, Mapping[str, Metric | None]], fits: Sequence[str] = STACKS
-) -> tuple[Joint, list[Verdict]]:
+) -> tuple[JointVerdict, list[Verdict]]:
     """Judge rows that want at most 4 of some metric, by the name of the metric."""
     monkeypatch.setattr(verdict_module, "compute_metric", lambda case: rows[case.target.metric].get(case.stack))
     monkeypatch.setattr(joint_module, "_fits", lambda _run, stack: stack in fits)

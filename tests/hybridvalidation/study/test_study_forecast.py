@@ -13,7 +13,7 @@ from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.hybrid.forecast.catalogue import FORECASTERS
 from hybridtrain.reports.tables import MARKDOWN
-from hybridvalidation.child import Ended
+from hybridvalidation.child import ChildResult
 from hybridvalidation.records.store import append_line
 from hybridvalidation.study import forecast as study_forecast
 from hybridvalidation.study.forecast import (
@@ -103,7 +103,7 @@ def test_a_process_that_fails_leaves_what_ended(tmp_path: Path, monkeypatch: pyt
     study = study_of(**LONG)
 
     class Failing(InlineChild):
-        def wait(self) -> Ended[Any]:
+        def wait(self) -> ChildResult[Any]:
             seed = self._ended.answer.seed
             return replace(self._ended, answer=None, fault="no oracle") if seed == 1 else self._ended
 

@@ -11,7 +11,7 @@ import torch
 from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import HybridTrainError, RecordError
-from hybridvalidation.child import Ended
+from hybridvalidation.child import ChildResult
 from hybridvalidation.records.store import append_line, read_lines
 from hybridvalidation.study import runner as study_runner
 from hybridvalidation.study import trials
@@ -143,7 +143,7 @@ def test_a_stopped_study_goes_on_where_it_was(
 
 def test_runs_before_a_crash_are_kept(tmp_path: Path, here: list[StudyRun], monkeypatch: pytest.MonkeyPatch) -> None:
     class Crashing(InlineChild):
-        def poll(self) -> Ended[Any]:
+        def poll(self) -> ChildResult[Any]:
             return replace(self._ended, answer=None, fault="out of paper") if len(here) == 5 else self._ended
 
     monkeypatch.setattr(study_runner, "Child", Crashing)

@@ -16,7 +16,7 @@ from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
-from hybridtrain.virtual_gpu.facade.estimate import boundless
+from hybridtrain.virtual_gpu.facade.estimate import with_unlimited_memory
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridvalidation.engines import hybridtrain as ours
 from hybridvalidation.engines.task import Task, train
@@ -48,7 +48,7 @@ def plan(task: Task, card: Card, host: Host, allocator: AllocatorConfig | None =
         return _figures(run, shortage, host_peak_bytes=run.host_peak_bytes, num_params=run.num_params)
     gpu, shortage = _on_virtual_card(task, card, host, allocator)
     if shortage:
-        gpu, _ = _on_virtual_card(task, boundless(card), Host(), allocator)
+        gpu, _ = _on_virtual_card(task, with_unlimited_memory(card), Host(), allocator)
     found = _figures(gpu.report(), shortage, host_peak_bytes=gpu.host_peak_bytes, num_params=gpu.num_params)
     return replace(found, without_gradient=len(gpu.without_gradient))
 

@@ -17,7 +17,7 @@ from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.units import format_seconds, to_gib
 from hybridtrain.virtual_gpu.cards.card import Host
-from hybridvalidation.child import ONE_THREAD, Child, Ended
+from hybridvalidation.child import ONE_THREAD, Child, ChildResult
 from hybridvalidation.engines.task import ENGINES, Precision, Task
 from hybridvalidation.experiment import Experiment, child_header, in_children, missing_package, versions_of
 from hybridvalidation.records.asked import key_of, plan_figures, values_of
@@ -321,7 +321,7 @@ def start_run(job: PeerJob) -> Child[PeerFigures]:
     return Child(work, job, PeerFigures, limit_s=_LIMIT_S, environment=ONE_THREAD | eager)
 
 
-def run_record(job: PeerJob, ended: Ended[PeerFigures]) -> PeerRecord:
+def run_record(job: PeerJob, ended: ChildResult[PeerFigures]) -> PeerRecord:
     """Return the record of a row that ended."""
     return PeerRecord(
         key=job.key, evidence=job.evidence, **child_header(ended), scenario=job.scenario, run=job.run,

@@ -17,7 +17,7 @@ from hybridtrain.config.rules import repeated
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.virtual_gpu.cards.card import find_card
-from hybridvalidation.child import Child, Ended
+from hybridvalidation.child import Child, ChildResult
 from hybridvalidation.experiment import Experiment, child_header, in_children, missing_package, versions_of
 from hybridvalidation.records.asked import key_of, values_of
 from hybridvalidation.records.outcome import Evidence, Outcome
@@ -213,7 +213,7 @@ def start_plan(job: RecordedJob) -> Child[PlannedFigures]:
     return Child(f"{__name__}:work", job, PlannedFigures, limit_s=_LIMIT_S)
 
 
-def plan_record(job: RecordedJob, ended: Ended[PlannedFigures], source: Source) -> PlannedRun:
+def plan_record(job: RecordedJob, ended: ChildResult[PlannedFigures], source: Source) -> PlannedRun:
     """Return the record of a plan that ended."""
     return PlannedRun(
         key=job.key, evidence=Evidence.PLANNED, **child_header(ended), source=job.source, run=job.run,

@@ -19,7 +19,7 @@ from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
 from hybridtrain.units import format_bytes, to_gib
 from hybridtrain.virtual_gpu.allocator.recorded_snapshot import read_snapshot
 from hybridtrain.virtual_gpu.allocator.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
-from hybridtrain.virtual_gpu.allocator.snapshot_replay import Outcome, SnapshotReplay, lawful_blocks, replay_device
+from hybridtrain.virtual_gpu.allocator.snapshot_replay import Outcome, SnapshotReplay, matching_blocks, replay_device
 from hybridvalidation.experiment import begin_header
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
@@ -229,7 +229,7 @@ def _replay_file(file: Path, listed: PublicSnapshot | None) -> list[ReplayedDevi
     name = file.name if listed is None else f"{listed.repository} {listed.path}"
     blob, found = blob_of(file), list[ReplayedDevice]()
     for number, device in enumerate(read_snapshot(file)):
-        lawful, total = lawful_blocks(device)
+        lawful, total = matching_blocks(device)
         replay, refused = None, ""
         if len(device.events) >= _LEAST_EVENTS:
             try:

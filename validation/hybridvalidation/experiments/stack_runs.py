@@ -30,7 +30,7 @@ from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import Stack
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.cards.links import World, find_link
-from hybridvalidation.child import Child, Ended
+from hybridvalidation.child import Child, ChildResult
 from hybridvalidation.experiment import Experiment, begin_header, child_header, in_children
 from hybridvalidation.experiments.accuracy import train_proxies
 from hybridvalidation.experiments.measure import measure_on_cuda
@@ -211,7 +211,7 @@ def start_run(job: Job) -> Child[StackRun]:
     return Child("hybridvalidation.experiments.stack_runs:run_job", job, StackRun)
 
 
-def run_record(job: Job, ended: Ended[StackRun]) -> StackRun:
+def run_record(job: Job, ended: ChildResult[StackRun]) -> StackRun:
     """Return the record of a job whose process ended; a crash is one with the outcome ``error``."""
     return ended.answer or _record(job, child_header(ended))
 

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from hybridkernels.ahead_of_time import CAPABILITIES, KERNELS, KernelResources, compile_ahead, compile_cases
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridvalidation.gate.baseline_file import read_baseline
 from hybridvalidation.gate.gate import Finding, GateExit
@@ -35,7 +35,7 @@ class KernelBaseline:
     triton: str
     """Version of triton, whose compiler made these figures; another one makes others."""
     resources: Mapping[str, Mapping[str, KernelResources]]
-    accepted: str = young("")
+    accepted: str = added_field("")
     """Why these figures may differ from those before them."""
 
 

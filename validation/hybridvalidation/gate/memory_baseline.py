@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.gate.holders import change_text, moved_lines, unfold
@@ -38,7 +38,7 @@ class PlanFigures:
     """Holders of the peak's bytes as ``class/module``; of ``layers.{0..31}`` what each of these blocks holds."""
     made_with: str
     """Packages whose versions decide what a model allocates."""
-    fits_barely: bool = young(False)
+    fits_barely: bool = added_field(False)
     """Whether it fits and leaves less than the card's margin free."""
 
 

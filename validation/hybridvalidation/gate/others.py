@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.progress import progress_bar
-from hybridvalidation.child import Child, Ended, run_side_by_side
+from hybridvalidation.child import Child, ChildResult, run_side_by_side
 from hybridvalidation.experiment import missing_package, versions_of
 from hybridvalidation.experiments.peers import (
     PeerFigures,
@@ -55,7 +55,7 @@ class OthersPlan(Generic[F]):
     recorded: F | None
     """None: there is no record that answers, or it has no figures."""
     start: Callable[[], Child[F]]
-    record_of: Callable[[Ended[F]], Record]
+    record_of: Callable[[ChildResult[F]], Record]
     append: Callable[[Record], Path]
 
 
@@ -80,7 +80,7 @@ def compare_others(plans: Sequence[OthersPlan[Any]], order: Order) -> Comparison
             absent[why] = absent.get(why, 0) + 1
         else:
             here.append(plan)
-    findings, changed = list[Finding](), list[tuple[OthersPlan[Any], Ended[Any]]]()
+    findings, changed = list[Finding](), list[tuple[OthersPlan[Any], ChildResult[Any]]]()
     with progress_bar(here, desc="plan", unit="run", shown=order.progress) as bar:
         for plan, ended in run_side_by_side(here, lambda plan: plan.start(), order.processes or os.cpu_count() or 1):
             bar.set_postfix_str(f"{plan.source} {plan.run}")
@@ -95,7 +95,7 @@ def compare_others(plans: Sequence[OthersPlan[Any]], order: Order) -> Comparison
     )  # fmt: skip
 
 
-def _accept(changed: Sequence[tuple[OthersPlan[Any], Ended[Any]]], reason: str) -> list[Path]:
+def _accept(changed: Sequence[tuple[OthersPlan[Any], ChildResult[Any]]], reason: str) -> list[Path]:
     """Append the new plans to the records, with the reason; return the files."""
     return sorted({
         plan.append(replace(plan.record_of(ended), accepted=reason if plan.recorded is not None else ""))
@@ -103,7 +103,7 @@ def _accept(changed: Sequence[tuple[OthersPlan[Any], Ended[Any]]], reason: str) 
     })  # fmt: skip
 
 
-def _compared(plan: OthersPlan[Any], ended: Ended[Any]) -> Finding | None:
+def _compared(plan: OthersPlan[Any], ended: ChildResult[Any]) -> Finding | None:
     if ended.answer is None:
         return _finding(plan, GateExit.COULD_NOT_MEASURE, ended.fault, settled=False)
     if plan.recorded is None:

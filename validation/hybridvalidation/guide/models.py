@@ -7,7 +7,7 @@ from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.show.results import Results
-from hybridvalidation.study.quality import told_in_short
+from hybridvalidation.study.quality import short_verdict
 
 _ABOUT_OTHERS = {"hybrid", "techniques"}
 """Scenarios that compare ways, not models on cards."""
@@ -37,7 +37,7 @@ def recommendations(results: Results) -> str:
         rows.append([
             head, f"{stack}{barely}", f"{memory.tokens_per_step:,}", f"{to_gib(memory.device_used_bytes):.2f}",
             f"{to_gib(memory.host_peak_bytes):.2f}", f"{memory.tokens_per_s:,.0f} ({memory.bound})",
-            told_in_short(results.telling.get(stack)),
+            short_verdict(results.telling.get(stack)),
         ])  # fmt: skip
     headers = [
         "parameters, card", "stack", "tokens per step", "device GiB", "host GiB", "tokens/s (bottleneck)",

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybridvalidation.experiments.stack_runs import ScenarioRun
-from hybridvalidation.judge.verdict import NOWHERE_ELSE, Elsewhere, Status, Verdict, judge, states_least_need
+from hybridvalidation.judge.verdict import NOWHERE_ELSE, Elsewhere, Status, Verdict, is_about_most_frugal_stack, judge
 from hybridvalidation.scenario import ScenarioTarget, Target
 
 _BEST_FIRST = list(Status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joint:
+class JointVerdict:
     """Every stack that fits, each on all rows that are about the scenario."""
 
     rows: tuple[str, ...]
@@ -52,7 +52,9 @@ class Joint:
         return f"{self.best} holds {count}{also}."
 
 
-def judge_jointly(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere = NOWHERE_ELSE) -> Joint | None:
+def judge_jointly(
+    run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere = NOWHERE_ELSE
+) -> JointVerdict | None:
     """Return every stack that fits on every row that names none; where nothing fits, every stack. None without rows.
 
     The best stack misses fewest rows, unknown ones among them, then holds most. Of equal ones it has the widest of the
@@ -67,7 +69,7 @@ def judge_jointly(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: El
     }
     fitting = {stack: found for stack, found in of_stack.items() if _fits(run, stack)} or of_stack
     ranked = dict(sorted(fitting.items(), key=lambda item: _rank(item[1])))
-    return Joint(rows=tuple(item.id for item in items), stacks=ranked)
+    return JointVerdict(rows=tuple(item.id for item in items), stacks=ranked)
 
 
 def judge_all(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere = NOWHERE_ELSE) -> list[Verdict]:
@@ -91,7 +93,7 @@ def judge_all(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewh
 
 def is_joint(item: ScenarioTarget, targets: Mapping[str, Target]) -> bool:
     """Return whether a row is about the scenario, so that one stack must hold it together with the others."""
-    return not item.stacks and not states_least_need(targets[item.id])
+    return not item.stacks and not is_about_most_frugal_stack(targets[item.id])
 
 
 def _fits(run: ScenarioRun, stack: str) -> bool:

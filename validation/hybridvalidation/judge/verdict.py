@@ -6,7 +6,7 @@ from enum import StrEnum
 from math import inf
 from types import MappingProxyType
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.case import RATE_METRICS, Case, Decider, Metric, joined
 from hybridvalidation.judge.metrics import compute_metric
@@ -75,13 +75,13 @@ class Verdict:
     """Whether it holds by a bound that what must fail meets, or does not clearly miss."""
     is_of_scenario: bool = False
     """Whether it is about the scenario: on that stack which does best on all such rows together."""
-    place: str = young("")
+    place: str = added_field("")
     """Scenario, study or page where it was reached."""
-    is_registered: bool = young(False)
+    is_registered: bool = added_field(False)
     """Whether a study was registered to judge it."""
-    alone: str = young("")
+    alone: str = added_field("")
     """Stacks that do better on the row than the one that does best on all rows together, by status."""
-    is_missed_too: bool = young(False)
+    is_missed_too: bool = added_field(False)
     """Whether it holds by one stack, and another one that it is asked of does not meet it."""
 
     @property
@@ -202,7 +202,7 @@ def _states_need(target: Target) -> bool:
     return target.metric.startswith("peak_vram_g") and target.direction in {"min", "equal"}
 
 
-def states_least_need(target: Target) -> bool:
+def is_about_most_frugal_stack(target: Target) -> bool:
     """Return whether the statement is about every stack's least need: the most frugal one decides."""
     return _states_need(target) and target.direction == "min"
 

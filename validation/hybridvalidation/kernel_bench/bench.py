@@ -26,7 +26,7 @@ from hybridvalidation.kernel_bench.compare import (
     CHOICES,
     Choice,
     SpeedCheck,
-    Undecided,
+    UndecidedOp,
     accept_speed,
     check_speed,
     choose,
@@ -55,7 +55,7 @@ _CANNOT_RUN = "cannot run here"
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class OutputTolerance:
     """Truth and tolerance of one output."""
 
     exact: Tensor
@@ -75,7 +75,7 @@ class Judgement:
     """Why it is wrong; empty: it is right."""
 
 
-def make_bounds(case: KernelCase, inputs: Inputs) -> tuple[Bound, ...]:
+def make_bounds(case: KernelCase, inputs: Inputs) -> tuple[OutputTolerance, ...]:
     """Return truth and tolerance of every output of a case.
 
     Raises:
@@ -86,14 +86,14 @@ def make_bounds(case: KernelCase, inputs: Inputs) -> tuple[Bound, ...]:
     return tuple(_bound(truth, same, case.floor) for truth, same in zip(exact, plain, strict=True))
 
 
-def _bound(truth: Tensor, same: Tensor, floor: float | None) -> Bound:
+def _bound(truth: Tensor, same: Tensor, floor: float | None) -> OutputTolerance:
     largest = float(truth.abs().max()) if truth.numel() else 0.0
     error = largest_difference(same, truth)
     if not (largest < float("inf") and error < float("inf")):
         raise RuntimeError("the definition gives numbers that are not finite")
     if floor is None:  # one rounding of the largest value: plain torch may happen to be exact, or to round just once
         floor = torch.finfo(same.dtype).eps / 2 if same.is_floating_point() else 0.0
-    return Bound(truth.detach(), largest, 2 * error + floor * largest)
+    return OutputTolerance(truth.detach(), largest, 2 * error + floor * largest)
 
 
 def call(case: KernelCase, run: Run) -> Tensors:
@@ -103,7 +103,7 @@ def call(case: KernelCase, run: Run) -> Tensors:
     return case.seen(run())
 
 
-def judge(outputs: Sequence[Tensor], bounds: Sequence[Bound]) -> Judgement:
+def judge(outputs: Sequence[Tensor], bounds: Sequence[OutputTolerance]) -> Judgement:
     """Return whether all outputs are within their bounds."""
     if len(outputs) != len(bounds):
         return Judgement(message=f"{len(outputs)} outputs, {len(bounds)} expected")
@@ -244,7 +244,12 @@ def _measure(bench: Bench, case: KernelCase) -> list[ProviderResult]:
 
 
 def _prepare(
-    bench: Bench, case: KernelCase, provider: Provider, inputs: Inputs, bounds: tuple[Bound, ...], stopwatch: Stopwatch
+    bench: Bench,
+    case: KernelCase,
+    provider: Provider,
+    inputs: Inputs,
+    bounds: tuple[OutputTolerance, ...],
+    stopwatch: Stopwatch,
 ) -> tuple[ProviderResult, Run | None]:
     """Return a provider's result so far, and the call to time; none where it is missing, wrong or failed."""
     if provider.missing:
@@ -308,7 +313,7 @@ class BenchReport:
     files: list[Path] = field(default_factory=list)
     check: SpeedCheck | None = None
     chosen: list[Choice] = field(default_factory=list)
-    undecided: list[Undecided] = field(default_factory=list)
+    undecided: list[UndecidedOp] = field(default_factory=list)
 
     @property
     def faults(self) -> list[str]:

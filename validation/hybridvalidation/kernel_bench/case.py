@@ -254,7 +254,7 @@ def model_batches(device: torch.device, *, family: str = "", quick: bool = False
     return batches[:1] if quick else batches
 
 
-class Maker:
+class InputMaker:
     """Makes random tensors on a device, the same ones for every provider of a case; ``dtype`` is that of most."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -64,9 +64,9 @@ from hybridtrain.models.model_config import block_params
 from hybridvalidation.kernel_bench.case import (
     Clock,
     Function,
+    InputMaker,
     Inputs,
     KernelCase,
-    Maker,
     Mode,
     ModelBatch,
     Provider,
@@ -124,7 +124,7 @@ class _Op:
     """The formula in the case's dtype, as a model without kernels has it."""
     exact: Function
     """The definition, which is given wider inputs."""
-    make: Callable[[Maker, ModelBatch, Mode], Tensors]
+    make: Callable[[InputMaker, ModelBatch, Mode], Tensors]
     """The first tensor has the shape of the output, unless that is a scalar."""
     least: Callable[[ModelBatch], tuple[_Pair, _Pair]]
     """Bytes and operations that are needed at least."""
@@ -185,7 +185,7 @@ def _case(op: _Op, workload: ModelBatch, mode: Mode, device: torch.device) -> Ke
     key = f"{op.name}/head{workload.config.head_dim}" if op.name == "causal_attention" else op.name
 
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(where, _DTYPE)
+        maker = InputMaker(where, _DTYPE)
         args = op.make(maker, workload, mode)
         return Inputs(args, None if op.is_loss else maker.normal(*args[0].shape, grad=False))
 
@@ -244,10 +244,10 @@ def _per_element(passes: _Pair, flops: _Pair, size: str = "width") -> Callable[[
     return least
 
 
-def _rows(size: str, num_rows: int, num_vectors: int = 0) -> Callable[[Maker, ModelBatch, Mode], Tensors]:
+def _rows(size: str, num_rows: int, num_vectors: int = 0) -> Callable[[InputMaker, ModelBatch, Mode], Tensors]:
     """Return a maker of (B, T, size) tensors and (size,) vectors in given numbers."""
 
-    def make(maker: Maker, workload: ModelBatch, _: Mode) -> Tensors:
+    def make(maker: InputMaker, workload: ModelBatch, _: Mode) -> Tensors:
         width = getattr(workload.config, size)
         rows = [maker.normal(workload.batch, workload.seq_len, width) for _ in range(num_rows)]
         return *rows, *(maker.normal(width) for _ in range(num_vectors))
@@ -255,20 +255,20 @@ def _rows(size: str, num_rows: int, num_vectors: int = 0) -> Callable[[Maker, Mo
     return make
 
 
-def _make_rotary(maker: Maker, workload: ModelBatch, _: Mode) -> Tensors:
+def _make_rotary(maker: InputMaker, workload: ModelBatch, _: Mode) -> Tensors:
     config = workload.config
     x_BTNH = maker.normal(workload.batch, workload.seq_len, config.num_heads, config.head_dim)
     table = RotaryTable(workload.seq_len, config.head_dim, config.rope_theta).to(x_BTNH.device)
     return x_BTNH, table.cos_TR, table.sin_TR
 
 
-def _make_attention(maker: Maker, workload: ModelBatch, _: Mode) -> Tensors:
+def _make_attention(maker: InputMaker, workload: ModelBatch, _: Mode) -> Tensors:
     config = workload.config
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     return tuple(maker.normal(workload.batch, workload.seq_len, count, config.head_dim) for count in heads)
 
 
-def _make_loss(maker: Maker, workload: ModelBatch, mode: Mode) -> Tensors:
+def _make_loss(maker: InputMaker, workload: ModelBatch, mode: Mode) -> Tensors:
     config, trains = workload.config, mode is Mode.BOTH
     hidden_MD = maker.normal(workload.num_tokens, config.width, grad=trains)
     weight_VD = maker.normal(config.vocab_size, config.width, scale=config.width**-0.5, grad=trains)
@@ -443,7 +443,7 @@ def _quantize_case(shape: str, numel: int, device: torch.device) -> KernelCase:
     own = own_providers("int8_quantize", setup, device)
     return _codes_case(
         "int8_quantize", shape, numel, flops=5 * numel,
-        make_inputs=lambda where: Inputs((Maker(where, torch.bfloat16).normal(numel, grad=False),)),
+        make_inputs=lambda where: Inputs((InputMaker(where, torch.bfloat16).normal(numel, grad=False),)),
         exact=reference, same_dtype=reference,  # every step is correctly rounded: the codes are equal
         providers=(*own, Provider(name="reference", setup=reference)),
     )  # fmt: skip
@@ -451,7 +451,7 @@ def _quantize_case(shape: str, numel: int, device: torch.device) -> KernelCase:
 
 def _dequantize_case(shape: str, numel: int, device: torch.device) -> KernelCase:
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(where, torch.float32)
+        maker = InputMaker(where, torch.float32)
         codes_P = (maker.integers(numel, below=255) - 127).to(torch.int8)
         return Inputs((codes_P, maker.uniform(num_groups(numel), low=0.001, high=0.1)))
 
@@ -477,7 +477,7 @@ def _update_case(
     """Return a case: weight read and written, gradient read, two codes and two scales of a group read and written."""
 
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(where, torch.bfloat16)
+        maker = InputMaker(where, torch.bfloat16)
         grad_P = maker.normal(numel, scale=1e-3, grad=False)
         return Inputs((maker.normal(numel, scale=0.02, grad=False, dtype=dtype), grad_P))
 
@@ -599,7 +599,7 @@ def _on_processor(setup: Setup) -> Setup:
 
 def _encode_case(num_states: int, device: torch.device) -> KernelCase:
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(torch.device("cpu"), torch.float32)
+        maker = InputMaker(torch.device("cpu"), torch.float32)
         histories = [maker.uniform(num_states, steps, low=0.5, high=5.0) for steps in (LOSS_STEPS, GRAD_NORM_STEPS)]
         moments = maker.uniform(num_states, NUM_MOMENT_STATISTICS, low=1e-6, high=1e-3)
         scalars = maker.uniform(num_states, NUM_SCALARS, low=0.1, high=0.9)
@@ -617,7 +617,7 @@ def _encode_case(num_states: int, device: torch.device) -> KernelCase:
 
 def _moments_case(shape: str, numel: int, device: torch.device) -> KernelCase:
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(where, torch.float32)
+        maker = InputMaker(where, torch.float32)
         m, v, slow = (maker.uniform(numel, low=0.5 * size, high=1.5 * size) for size in (1e-3, 1e-6, 1e-4))
         return Inputs((m, v, slow))  # of one sign: sums that cancel would have no digits to compare
 
@@ -644,7 +644,7 @@ def _rollout_case(device: torch.device) -> KernelCase:
     rows = (NUM_MEMBERS, _ROWS)
 
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(torch.device("cpu"), torch.float32)
+        maker = InputMaker(torch.device("cpu"), torch.float32)
         weights: list[Tensor] = []
         for fan_in, fan_out in (rssm_cell.LAYERS[name] for name in LAYERS):
             weights.append(maker.normal(NUM_MEMBERS, fan_in, fan_out, scale=fan_in**-0.5, grad=False))

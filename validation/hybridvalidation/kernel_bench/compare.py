@@ -143,7 +143,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Undecided:
+class UndecidedOp:
     """An op that keeps its default order on a card."""
 
     op: str
@@ -151,7 +151,7 @@ class Undecided:
     reason: str
 
 
-def choose(records: Iterable[KernelRecord]) -> tuple[list[Choice], list[Undecided]]:
+def choose(records: Iterable[KernelRecord]) -> tuple[list[Choice], list[UndecidedOp]]:
     """Return the choices that the newest records of each case decide, and undecided ones; CUDA cards only."""
     by_row: dict[tuple[str, str], list[KernelRecord]] = {}
     for record in newest_kernels(records):
@@ -162,13 +162,13 @@ def choose(records: Iterable[KernelRecord]) -> tuple[list[Choice], list[Undecide
         # The whole step decides where there is one: one provider runs forward and backward.
         winner, doubt = _winner([record for record in of_row if record.mode is Mode.BOTH] or of_row)
         if doubt:
-            undecided.append(Undecided(*row, doubt))
+            undecided.append(UndecidedOp(*row, doubt))
         else:
             chosen.append(Choice(*row, winner))
     return sorted(chosen), undecided
 
 
-def write_choices(chosen: Sequence[Choice], undecided: Sequence[Undecided], path: Path) -> None:
+def write_choices(chosen: Sequence[Choice], undecided: Sequence[UndecidedOp], path: Path) -> None:
     """Rewrite the rows of the ops and cards that were judged; those of others stay."""
     judged = {(row.op, row.card) for row in chosen} | {(row.op, row.card) for row in undecided}
     old = [Choice(**row) for row in tomllib.loads(path.read_text(encoding="utf-8")).get("choice", [])]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.run.environment import Environment
 from hybridtrain.run.program import torch_series
 from hybridvalidation.records.outcome import Evidence, Outcome
@@ -26,7 +26,7 @@ class Record:
     environment: Environment
     program: str = ""
     """``program_digest`` of what made it; before November 26, 2026 of the files that its process had imported."""
-    accepted: str = young("")
+    accepted: str = added_field("")
     """Why its figures may differ from those of the record before it that answers the same."""
     schema: int = SCHEMA
 

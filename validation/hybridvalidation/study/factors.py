@@ -279,7 +279,7 @@ def _executed(samples: list[float], remark: str) -> Metric:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Harm:
+class SettingEffect:
     """One setting over its seeds, each beside plain AdamW under the same circumstances."""
 
     method: StudyMethod
@@ -297,7 +297,7 @@ class Harm:
         return not stops and (not self.percents or fmean(self.percents) <= largest_pct)
 
 
-def harms(study: StudyFile, made: Made) -> list[Harm]:
+def harms(study: StudyFile, made: Made) -> list[SettingEffect]:
     """Return every judged setting whose runs are finished; controls are their references."""
     found = []
     for method in study.methods:
@@ -305,5 +305,5 @@ def harms(study: StudyFile, made: Made) -> list[Harm]:
         records = [[study_record(study, made, name, seed, study.num_steps) for name in names] for seed in seeds]
         pairs = tuple((own, base) for own, base in records if own is not None and base is not None)
         if method.role != "control" and len(pairs) == len(seeds):
-            found.append(Harm(method=method, pairs=pairs))
+            found.append(SettingEffect(method=method, pairs=pairs))
     return found

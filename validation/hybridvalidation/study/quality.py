@@ -37,11 +37,11 @@ def weight_of(judged: Comparison) -> tuple[float, float, float]:
 
 
 def stack_quality(files: ScenarioFiles, results: Path) -> dict[str, tuple[str, ...]]:
-    """Return ``telling_of_stacks`` as a table's cells."""
-    return {stack: _cells(judged) for stack, judged in telling_of_stacks(files, results).items()}
+    """Return ``most_informative_comparisons`` as a table's cells."""
+    return {stack: _cells(judged) for stack, judged in most_informative_comparisons(files, results).items()}
 
 
-def telling_of_stacks(files: ScenarioFiles, results: Path) -> dict[str, Comparison]:
+def most_informative_comparisons(files: ScenarioFiles, results: Path) -> dict[str, Comparison]:
     """Return the most informative comparison of every stack that shares a configuration's runs, but the baseline."""
     telling = dict[str, Comparison]()
     for _, judged in all_judged(files, results):
@@ -50,7 +50,7 @@ def telling_of_stacks(files: ScenarioFiles, results: Path) -> dict[str, Comparis
     return telling
 
 
-def told_in_short(judged: Comparison | None) -> str:
+def short_verdict(judged: Comparison | None) -> str:
     """Return a verdict with its mean and model size; a dash for none."""
     if judged is None or judged.interval is None:
         return "-"

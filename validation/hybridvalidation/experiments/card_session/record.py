@@ -75,7 +75,7 @@ class CopyOverlap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class CardMeasurements:
     """Measurements of the card."""
 
     build_s: float = 0.0
@@ -125,7 +125,7 @@ class Training:
     seq_len: int
     accum_steps: int
     predicted: MemoryFigures
-    measured: Measured | None
+    measured: CardMeasurements | None
 
     @property
     def tokens_per_step(self) -> int:
@@ -134,7 +134,7 @@ class Training:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Measured, by the median step."""
+        """CardMeasurements, by the median step."""
         seconds = None if self.measured is None else self.measured.step_time_s
         return self.tokens_per_step / seconds if seconds else None
 

@@ -19,7 +19,7 @@ from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError
 from hybridtrain.stacks import default_folder
 from hybridtrain.units import GIB, MIB, format_bytes
 from hybridtrain.virtual_gpu.cards.card import Host
-from hybridvalidation.child import ONE_THREAD, Child, Ended
+from hybridvalidation.child import ONE_THREAD, Child, ChildResult
 from hybridvalidation.experiment import Experiment, begin_header
 from hybridvalidation.experiments.card_session.parts import (
     CEILINGS,
@@ -66,7 +66,7 @@ def start_child(verb: Verb, job: object, limit_s: float) -> Child[Answer]:
     )  # fmt: skip
 
 
-def answer_of(ended: Ended[Answer]) -> Answer:
+def answer_of(ended: ChildResult[Answer]) -> Answer:
     """Return the answer of a process; a crash or a timeout is an answer too."""
     return ended.answer or Answer(outcome=Outcome.ERROR, message=ended.fault)
 

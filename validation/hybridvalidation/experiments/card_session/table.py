@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import MIB, format_count, to_gib
-from hybridvalidation.experiments.card_session.record import Ceilings, CopyOverlap, EvidenceRecord, Measured
+from hybridvalidation.experiments.card_session.record import CardMeasurements, Ceilings, CopyOverlap, EvidenceRecord
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Outcome
 
@@ -76,7 +76,7 @@ def _row(record: EvidenceRecord) -> list[str]:
     training, overlap = record.training, _overlap(record)
     assert training is not None, "only those that were trained have a row"
     predicted, measured, rate = training.predicted, training.measured, training.tokens_per_s
-    found = measured if measured is not None and measured.steps else Measured()
+    found = measured if measured is not None and measured.steps else CardMeasurements()
     share = None if overlap is None else overlap.hidden_share
     return [
         record.part, f"{training.model} ({format_count(training.num_params)})", f"{to_gib(training.cap_bytes):.1f}",

@@ -21,7 +21,7 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridvalidation.experiments.card_session.parts import Part
 from hybridvalidation.experiments.card_session.plan import PlannedPart
-from hybridvalidation.experiments.card_session.record import CopyOverlap, Measured
+from hybridvalidation.experiments.card_session.record import CardMeasurements, CopyOverlap
 from hybridvalidation.experiments.measure import DeviceUse, cap_memory, num_alloc_retries, run_step
 
 _NEXT_STEP = 1.2
@@ -110,11 +110,11 @@ class TrainJob:
 class TrainedPart:
     """Measurements so far: an error in the middle leaves the steps before it."""
 
-    measured: Measured = field(default_factory=Measured)
+    measured: CardMeasurements = field(default_factory=CardMeasurements)
     remark: str = ""
 
     def add(self, **figures: Any) -> None:
-        """Add figures of ``Measured``."""
+        """Add figures of ``CardMeasurements``."""
         self.measured = replace(self.measured, **figures)
 
 

@@ -11,7 +11,7 @@ from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import DivergenceError, HostMemoryError, HybridTrainError
 from hybridvalidation.experiments.card_session.ceilings import measure_ceilings
 from hybridvalidation.experiments.card_session.plan import PlanJob, PlannedPart, plan_part
-from hybridvalidation.experiments.card_session.record import Ceilings, Measured
+from hybridvalidation.experiments.card_session.record import CardMeasurements, Ceilings
 from hybridvalidation.experiments.card_session.train import TrainedPart, TrainJob, train_part
 from hybridvalidation.records.outcome import Outcome
 
@@ -34,7 +34,7 @@ class Answer:
     message: str = ""
     planned: PlannedPart | None = None
     ceilings: Ceilings | None = None
-    measured: Measured | None = None
+    measured: CardMeasurements | None = None
 
 
 def plan(job: PlanJob) -> Answer:

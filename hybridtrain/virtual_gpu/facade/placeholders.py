@@ -34,7 +34,7 @@ class DataDependentError(HybridTrainError):
 
 
 @dataclass(frozen=True, slots=True)
-class StandIn:
+class PlaceholderUse:
     """One place in the code where a placeholder value was used."""
 
     where: str
@@ -44,7 +44,7 @@ class StandIn:
     times: int
 
 
-class StandIns:
+class Placeholders:
     """Gives placeholder values, and records where."""
 
     def __init__(self, note_refusal: Callable[[str], object]) -> None:
@@ -52,9 +52,9 @@ class StandIns:
         self._uses: Counter[tuple[str, str, str]] = Counter()
         self._truth = True
 
-    def uses(self) -> tuple[StandIn, ...]:
+    def uses(self) -> tuple[PlaceholderUse, ...]:
         """Return every place where one was used, the most frequent first."""
-        return tuple(StandIn(*key, times) for key, times in self._uses.most_common())
+        return tuple(PlaceholderUse(*key, times) for key, times in self._uses.most_common())
 
     def note(self, func: Op, rule: str) -> None:
         """Record that the code at this place used a placeholder value."""
