@@ -25,7 +25,7 @@ class ScenarioRequest:
     name: str
     request: "FitRequest"
     budget_bytes: int | None
-    """Of the card's memory, as the scenario's stated figures bound it; None: all of it."""
+    """Limit of the card's memory that the scenario states, in bytes; None: all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

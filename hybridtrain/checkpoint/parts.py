@@ -27,7 +27,7 @@ from hybridtrain.memory.tier_tensor import Stored
 from hybridtrain.trainer import Trainer
 
 Read = Callable[[slice, Tensor | None], Tensor]
-"""Returns a flat range of a tensor's elements on the CPU: in the second argument, where one is given."""
+"""Returns a flat range of a tensor's elements on the CPU, written to the second argument where one is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +39,21 @@ class SavedTensor:
     dtype: torch.dtype
     read: Read
     is_shared: bool = False
-    """Several ranks must read it together, range by range in the same order."""
+    """Whether all ranks must read it together, range by range in the same order."""
     must_be_finite: bool = True
 
     @property
     def num_bytes(self) -> int:
-        """Of the values."""
+        """Bytes of the values."""
         return prod(self.shape) * self.dtype.itemsize
 
     def parts(self) -> Iterator[slice]:
-        """Yield the ranges in which it is read and written."""
+        """Yield the ranges in which the tensor is read and written."""
         return parts(prod(self.shape))
 
 
 def saved_parameters(trainer: Trainer) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:
-    """Return all tensors of parameters and their state, with their meaning; no copy may be in flight."""
+    """Return all tensors of parameters and their state with their descriptions; no copy may be in flight."""
     tensors: list[SavedTensor] = []
     entries: dict[str, ParameterEntry] = {}
     for name, saved_as, weight, state in _parameters(trainer):
@@ -69,7 +69,10 @@ def saved_parameters(trainer: Trainer) -> tuple[list[SavedTensor], dict[str, Par
 
 
 def state_bytes(trainer: Trainer) -> int:
-    """Return the bytes of a checkpoint by arithmetic, also before there is any optimizer state; all ranks ask."""
+    """Return the size of a checkpoint in bytes, by arithmetic; also valid before optimizer state exists.
+
+    All ranks must call it.
+    """
     total = 0
     for _, _, weight, state in _parameters(trainer):
         shape = tuple(state.parameter.shape)
@@ -157,7 +160,7 @@ def _of_tensor(flat: Tensor, part: slice, out: Tensor | None) -> Tensor:
 def _of_tier(stored: Stored, part: slice, out: Tensor | None) -> Tensor:
     """Read from where it lives; a tensor on disk is never loaded whole."""
     assert not isinstance(stored, Tensor), "of tensors on the device"
-    assert stored.buffer.content is not None, "a dry run has nothing to save"
+    assert stored.buffer.content is not None, "a dry run cannot save a checkpoint"
     with _disable_current_modes():  # host memory is not the ledger's
         values_P = torch.empty(part.stop - part.start, dtype=stored.dtype) if out is None else out
     stored.buffer.content.read(stored.offset + part.start * stored.dtype.itemsize, values_P)
@@ -229,18 +232,18 @@ def _of_all_stages(
 
 
 class HostCopies:
-    """Copies of tensors in host memory; every ``keep`` refreshes them in place."""
+    """Copies of tensors in host memory; every ``keep`` updates them in place."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Held."""
+        """Bytes of all copies."""
         return sum(tensor.nbytes for tensor in self._copies.values())
 
     def keep(self, tensor: SavedTensor) -> SavedTensor:
-        """Return the tensor as it is now, to be read from a copy."""
+        """Copy the tensor's present values; return the tensor that reads from the copy."""
         with _disable_current_modes():
             held = self._copies.get(tensor.name)
             if held is None or held.dtype != tensor.dtype or held.numel() != prod(tensor.shape):

@@ -24,8 +24,7 @@ from hybridtrain.plain_file import read_plain
 T = TypeVar("T")
 
 Unions: TypeAlias = Mapping[type, Mapping[str, type]]
-"""For each protocol or base class used as an annotation: the dataclass behind every ``kind``; ``""``: of a table that
-has none."""
+"""For each protocol or base class used as an annotation: the dataclass of each ``kind``; ``""`` is the default kind."""
 
 _NO_UNIONS: Final[Unions] = {}
 _FAILED: Final = object()  # stands for a value whose fault is already noted; None is a legal value

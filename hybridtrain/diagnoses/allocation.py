@@ -38,9 +38,9 @@ _PATTERNS: Final = {
 _GPU: Final = re.compile(r"(?:GPU|on device) ?(\d+)")
 _PROCESS: Final = re.compile(rf"Process \d+ has {_SIZE} memory in use")
 _CONTEXT: Final = GIB
-"""Of a process beside what torch reserved, where it is not told: 0.3 to 1 GiB with the context, cuBLAS and NCCL."""
+"""Default memory of a process beyond what torch reserved: 0.3 to 1 GiB for the context, cuBLAS and NCCL."""
 _LARGE: Final = 0.1
-"""Of reserved memory, unused; of the card, held by others."""
+"""Share that counts as large: unused of reserved memory, or other processes' of the card."""
 _FULL: Final = 0.02
 """A card with less than this share free is full."""
 _ABSURD: Final = 20
@@ -56,13 +56,13 @@ class FailedAllocation:
     capacity: int | None = None
     free: int | None = None
     allocated: int | None = None
-    """Of torch's tensors."""
+    """Bytes of torch's live tensors."""
     reserved: int | None = None
-    """By torch, with what is allocated."""
+    """Bytes that torch reserved, allocated ones included."""
     others: int | None = None
-    """Held on the card outside of this process."""
+    """Bytes of other processes on the card."""
     allowed: int | None = None
-    """By a limit below the card's memory."""
+    """Limit below the card's memory, in bytes."""
 
     @property
     def unused(self) -> int:

@@ -15,9 +15,9 @@ from hybridtrain.diagnoses.table import Trouble, signs_of, troubles
 from hybridtrain.errors import ConfigError
 
 _MOST_BYTES: Final = 64 * 2**20
-"""Of a log; of a longer one the end is read, where errors stand."""
+"""Largest part of a log that is read: its end, where errors are."""
 _EXAMPLES: Final = ("llama-7b", "rtx-4090")
-"""What commands of the table name in place of the reader's."""
+"""Model and card in the table's commands, replaced by the reader's."""
 _SHOWN: Final = 160
 _MOST_ANSWERS: Final = 3
 _FAILED_ALLOCATIONS: Final = {"card-too-small", "host-allocation"}
@@ -30,7 +30,7 @@ _RANK: Final = re.compile(r"\[rank\d+\]:")
 _CONTEXT: Final = re.compile(r"(?:\[[^\]]*\]:?|\([^)]*\))?[\s\u2502]*\d+[\s\u2502]")
 """Lines of code around a frame's own, in tracebacks of rich and IPython."""
 _CLOSURE: Final = re.compile(r"\bclosure\(\)|\bin closure\b")
-"""What stands outside of it is the optimizer that calls it, not what it computes."""
+"""Frames outside of a closure belong to the optimizer that calls it."""
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -40,11 +40,11 @@ class Answer:
 
     trouble: Trouble
     line: int | None
-    """Where, counted from 1; None: the figures of the whole log show it."""
+    """Line number, from 1; None: the figures of the whole log show it."""
     found: str
     """The line, or what its figures say."""
     figures: str = ""
-    """What else of the log tells how large it is."""
+    """Further figures of the log on its extent."""
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain values for JSON."""
@@ -118,7 +118,7 @@ class _Log:
         self.text = "\n".join(self.lines)
         self.lower = self.text.lower()
         self.places = dict[str, int | None]()
-        """Of signs, the first line that has it."""
+        """First line of each sign."""
 
     def answers(self) -> Iterator[Answer]:
         by_frames, with_variants = set[str](), set[str]()

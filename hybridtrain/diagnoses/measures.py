@@ -23,7 +23,7 @@ _SPEED: Final = re.compile(
     re.IGNORECASE,
 )
 _BAR: Final = re.compile(r"(?:\d{1,3}%[^\r\n|]{0,12}\|[^|\r\n]{0,300}\|?|\[) *(\d{1,9})/(\d{1,9})\s*(\[?[^\]\r\n]*)?")
-"""Of tqdm and of transformers in a notebook: how many are done, of how many, and in brackets times and speed."""
+"""A progress bar of tqdm or of transformers in a notebook: steps done, steps in all, times and speed in brackets."""
 _BAR_SPEED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s?(it/s|s/it)")
 _NO_STEPS: Final = re.compile(
     r"load|fetch|map|token|generat|filter|pack|sav|encod|convert|eval|valid|predict|test", re.IGNORECASE
@@ -31,7 +31,7 @@ _NO_STEPS: Final = re.compile(
 """Progress bars of other work than training steps."""
 _GRADIENT: Final = re.compile(rf"""(?<![\w])grad(?:ient)?[_ ]?norm['"]?\s*[:=]?\s*{_NUMBER}""", re.IGNORECASE)
 _SUMMARY: Final = re.compile(r"^.*['\"]train_runtime['\"].*$", re.MULTILINE)
-"""Of a whole run: transformers tells the mean loss as train_loss."""
+"""Summary of a whole run: transformers reports the mean loss as train_loss."""
 _REWARDS: Final = re.compile(r"""['"](?:rewards?\b|(?:objective/)?kl['"])""")
 """Losses of reinforcement and preference learning, which need not fall."""
 _OUT_OF_MEMORY: Final = re.compile(r"out of memory", re.IGNORECASE)
@@ -41,7 +41,7 @@ ENOUGH: Final = 12
 _FEW: Final = 3
 """Steps on either side of one at which something changes."""
 _RISE, _FALL, _SPIKE = 1.05, 0.7, 1.5
-"""Of the smoothed best loss; of the first speed; of the median around a step."""
+"""Thresholds: rise over the smoothed best loss, fall below the first speed, spike over the median around a step."""
 _RISE_NOISE, _SPIKE_NOISE = 5.0, 8.0
 """Standard deviations: of a smoothed loss, the best of many is 2 below the mean of a level course; of a step's loss."""
 

@@ -20,10 +20,10 @@ class Trouble:
     name: str
     topic: Topic
     shows: str
-    """What a user sees."""
+    """What the user observes."""
     cause: str
     do: tuple[str, ...]
-    """What to do, the first thing first."""
+    """Remedies, the first one first."""
     commands: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
     """Regular expressions of lines that show it."""

@@ -12,7 +12,7 @@ from hybridtrain.virtual_gpu.account.repeated_work import Work
 _PARTS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """Attributes of every module that are inspected one by one."""
 _HOOKS = frozenset(vars(nn.Module())) - _PARTS - {"training"}
-"""Those that may do anything."""
+"""Hooks, which may do anything."""
 
 
 def block_work(

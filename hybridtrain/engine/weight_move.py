@@ -24,7 +24,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 @dataclass(slots=True)
 class WeightMove:
-    """One passage from ``old`` to ``new``, which is empty; master weights and formats become those of the new plan."""
+    """Moves weights from the store ``old`` to the empty store ``new``, in the new plan's formats."""
 
     old: WeightStore
     new: WeightStore
@@ -32,7 +32,7 @@ class WeightMove:
     formats: WeightFormats
     master: Placement
     nearest: bool = False
-    """Values that the new storage does not hold exactly are else rounded stochastically."""
+    """Round to nearest where the new storage is inexact; otherwise stochastically."""
 
     @torch.no_grad()
     def run(self, units: Sequence[Unit], *, seed: int) -> None:
