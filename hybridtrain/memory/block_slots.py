@@ -24,31 +24,31 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class SlotContent(Enum):
-    """Content of a slot whose block is sharded over ranks."""
+    """Which part of a sharded block a slot contains."""
 
     ROW = 0
-    """Nothing but the row of this rank."""
+    """Only this rank's row."""
     OWN = 1
-    """The own ranges, in their place."""
+    """This rank's ranges, in place."""
     WHOLE = 2
 
 
 @dataclass(slots=True)
 class WeightSlot:
-    """Device memory that blocks share, one at a time."""
+    """Device memory that streamed blocks use in turn."""
 
     flat: Tensor
     """uint8."""
     block: int | None = None
-    """The block whose content is inside or in transfer."""
+    """The block that it contains, or whose copy is in progress."""
     arriving: Ticket | None = None
     leaving: Ticket | None = None
     row: Tensor | None = None
-    """This rank's part on its way, uint8, where weights are cut."""
+    """This rank's row in transfer, uint8, for sharded weights."""
     holds: SlotContent = SlotContent.WHOLE
-    """The part of the block that is in place, where weights are sharded."""
+    """The part of a sharded block that it contains."""
     gather: Gather | None = None
-    """Of all ranks' rows of the block, begun before it is used."""
+    """All-gather of all ranks' rows of the block, started before its use."""
 
     @classmethod
     def new(cls, copies: CopyEngine, num_bytes: int, name: str, block: int | None = None) -> "WeightSlot":
@@ -62,15 +62,15 @@ class Visit:
 
     block: int
     reads: bool = True
-    """Whether what is stored must be fetched; an update that writes everything anew needs only the place."""
+    """Whether stored weights must be fetched; an update that overwrites them needs only the memory."""
     is_whole: bool = False
-    """Whether all of a block is used that is cut among ranks, so that it can be gathered ahead."""
+    """Whether a sharded block is used whole, so that it can be gathered ahead."""
 
 
 class BlockSlots:
-    """Brings stored weights of blocks to the device, prefetched where visits are planned, and back.
+    """Moves blocks' stored weights to the device, prefetched for planned visits, and back.
 
-    ``streamed`` blocks wait below the device and share ``num_slots``; ``layout`` is that of a block's stored tensors.
+    ``streamed`` blocks are offloaded and share ``num_slots`` slots; ``layout`` describes a block's stored tensors.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class BlockSlots:
                 slot.row = WeightSlot.new(self._copies, self._buffer_layout.num_bytes, f"row.{number}").flat
 
     def waits_below(self, block: int) -> bool:
-        """Return whether a block is stored below the device."""
+        """Return whether a block is offloaded."""
         return block in self._buffers
 
     def make_room(self, block: int) -> WeightSlot:
-        """Allocate the memory of a block's stored weights; return its place on the device."""
+        """Allocate a block's stored weights; return their device memory."""
         name = f"block.{block}"
         if block in self._ranks:
             size = self._buffer_layout.num_bytes
@@ -111,7 +111,7 @@ class BlockSlots:
         return self._homes[block]
 
     def give_up(self, block: int) -> None:
-        """Release a block's memory for good."""
+        """Free a block's memory."""
         self._homes.pop(block, None)
         if block in self._buffers:
             self._copies.release(self._buffers.pop(block))
@@ -144,7 +144,7 @@ class BlockSlots:
         self._position = -1
 
     def load(self, visit: Visit, wanted: SlotContent = SlotContent.WHOLE) -> WeightSlot:
-        """Return the place of a block once its stored weights are there; of a sharded block, the wanted part."""
+        """Return the slot of a block once it contains its stored weights; of a sharded block, the wanted part."""
         block, following = visit.block, self._position + 1
         if self._position < 0 or self._visits[self._position].block != block:
             is_planned = following < len(self._visits) and self._visits[following].block == block
@@ -175,23 +175,23 @@ class BlockSlots:
         if block not in self._buffers:
             return
         slot = self._slot(block)
-        assert slot.block == block, "a changed block is still in its slot"
+        assert slot.block == block, "the changed block is no longer in its slot"
         if slot.row is not None:
             self._shards.pack(slot.row, self.layout.views(slot.flat))
             slot.holds = SlotContent.OWN
         slot.leaving = self._copies.store(slot.flat if slot.row is None else slot.row, self._buffers[block])
 
     def host_parts(self, block: int) -> list[StoredWeight] | None:
-        """Return the stored tensors of a block in host memory, by parameter; None in a dry run."""
+        """Return a block's stored tensors in host memory, by parameter; None in a dry run."""
         return host_parts(self.layout, self._buffers[block])
 
     def changed_on_host(self, block: int, changed: Ticket) -> None:
-        """Note that the host changes the stored weights of a block until ``changed``."""
+        """Record that the host changes a block's stored weights until the ticket ``changed``."""
         self._buffers[block].last_store = changed
         self.forget(block)
 
     def prefetch(self) -> None:
-        """Start to fetch the blocks that come next, and to gather them if they are cut."""
+        """Start fetching the next blocks, and gathering sharded ones."""
         if self._position < 0:
             return
         current = self._visits[self._position].block
