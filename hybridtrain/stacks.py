@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 STACK_UNIONS: Unions = {Optimization: OPTIMIZATIONS}
 RESULTS = Path("results")
-"""Where records, tables and plots are, unless another folder is named."""
+"""Default folder of records, tables and plots."""
 
 
 def name_faults(name: str) -> list[str]:
@@ -33,13 +33,13 @@ class Stack:
     """One stack file: a named list of optimizations."""
 
     name: str
-    """Of commands and tables."""
+    """Name in commands and tables."""
     description: str
     """A description in a line."""
     optimizer: str = "adamw"
     """``kind`` of the optimizer that the stack is meant for, with its default settings."""
     optimizations: tuple[Optimization, ...] = ()
-    """Each is a table of its own; their order does not matter."""
+    """Optimizations, a table each, in any order."""
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)

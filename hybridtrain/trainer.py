@@ -73,7 +73,7 @@ class Trainer(PlanEngine):
         check_history(plan.for_phase(Phase.FULL), has_hook, f"optimizer.kind = '{config.optimizer.kind}'")
         self.config = config
         self.plan = plan.for_phase(Phase.FULL)
-        """Of FULL, whatever the phase."""
+        """Plan of phase FULL."""
         self.phase = Phase.FULL
         self.steps_done = 0
         self.transfer = transfer
@@ -82,7 +82,7 @@ class Trainer(PlanEngine):
         self._limits: StepLimits | None = None
         self._share = StepShare(0, ())
         self.previous_norm: Tensor | None = None
-        """Of the last step's gradients, where updates are clipped by it."""
+        """Gradient norm of the last step, by which previous-norm clipping scales."""
         with_gradients = (plan.for_phase(phase) for phase in Phase if phase is not Phase.PREDICT)
         is_half = any(table.compute_dtype is Codec.FLOAT16 for table in with_gradients)
         self.loss_scale = LossScale() if is_half else None
@@ -359,9 +359,9 @@ class Trainer(PlanEngine):
         """Return the error of a refused step, after dropping its gradients."""
         layers = () if issubclass(kind, SpikeError) else self.executor.grads.non_finite()
         self.executor.drop()
-        outcome = "The step was not applied."
+        outcome = "The update was not applied."
         if is_applied:
-            outcome = "Blocks were updated already; resume from the last checkpoint."
+            outcome = "Some blocks are already updated; resume from the last checkpoint."
         return kind(
             f"step {step}: {fault}. {outcome} "
             f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data.",

@@ -12,7 +12,7 @@ T = TypeVar("T")
 class AtMost:
     """Largest value of a field, beside its type: ``num_blocks: Annotated[int, AtMost(4096)]``.
 
-    It is far beyond any training on a card, and small enough that nothing hangs or overflows before the error.
+    It is above any realistic training, and low enough to avoid hangs and overflows.
     """
 
     value: int
@@ -29,12 +29,12 @@ def omit_if_default(declared: Field[Any]) -> bool:
 
 
 def broken(rules: Mapping[str, object]) -> list[str]:
-    """Return a sentence for each broken rule, stating the requirement."""
+    """Return the requirement of each broken rule."""
     return [fault for fault, holds in rules.items() if not holds]
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raise ``ValueError`` with all faults, a line each, if there are any."""
+    """Raise ``ValueError`` with all faults, one per line, if there are any."""
     if text := "\n".join(faults):
         raise ValueError(text)
 

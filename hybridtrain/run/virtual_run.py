@@ -1,4 +1,4 @@
-"""``hybridtrain virtual``: a script that wants a card, unmodified, on one that is not there."""
+"""``hybridtrain virtual``: an unmodified script that needs a card, on a virtual one."""
 
 import sys
 import traceback
@@ -32,13 +32,13 @@ _RUNNER = "<frozen runpy>"
 
 
 class ScriptError(HybridTrainError):
-    """A script ended in an error of its own: its traceback, without our frames, is what its author needs."""
+    """The script raised an error of its own; the message has its traceback without our frames."""
 
     def __init__(self, name: str, error: Exception) -> None:
         told = traceback.TracebackException.from_exception(error)
         ours = max((n for n, frame in enumerate(told.stack) if frame.filename == _RUNNER), default=-1)
         del told.stack[: ours + 1]
-        super().__init__(f"{name} ended in an error of its own.\n{''.join(told.format()).rstrip()}")
+        super().__init__(f"{name} raised an error of its own.\n{''.join(told.format()).rstrip()}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class VirtualRun:
     basis: PlanBasis
     host_memory_bytes: int | None
     reserved: ReservedRange | None
-    """By how much reserved bytes move when a run is not quite this one; None of a run that grows with each step."""
+    """Effect of small changes of the run on reserved bytes; None if memory grows with each step."""
 
     @property
     def fits(self) -> bool:
@@ -142,7 +142,7 @@ class VirtualRun:
         if self.fits:
             return "; ".join([self.run.card.told(self.run.verdict), *caveats])
         refused = refusal_line(self.run, before_steps="before the first step")
-        return "; ".join([refused, "what the whole step takes, a larger --card tells", *caveats])
+        return "; ".join([refused, "to see what the whole step needs, choose a larger --card", *caveats])
 
 
 def run_script(
