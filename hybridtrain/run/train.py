@@ -437,10 +437,7 @@ def _require_ranks(file: TrainFile, group: Group) -> None:
     if group.world > 1 and file.hybrid is not None:
         raise ConfigError(
             "[hybrid]",
-            [
-                f"{group.world} ranks were started, but hybrid training supports one; remove the table, or "
-                f"start one rank"
-            ],
+            [f"{group.world} ranks were started, hybrid training supports one; remove the table, or start one rank"],
         )
     cuts = any(part.kind == "zero" for part in file.optimizations)
     if group.world > 1 and cuts and file.adapter_from is not None:

@@ -144,8 +144,8 @@ class RunData:
             sampler.position = RowPosition(number, first)
         if is_new and self.samplers:
             say(
-                f"rows are packed anew: an epoch of all {self.samplers[0].num_rows:,} begins, and what the epoch "
-                "before had seen of the same documents is seen again"
+                f"rows were packed anew: a new epoch of {self.samplers[0].num_rows:,} begins, and what the epoch "
+                "before may repeat"
             )
 
     def evaluate(self, trainer: Trainer) -> ValidationLog:
@@ -286,7 +286,7 @@ def _samplers(text: TextData, rows: PackedRows | None, file: TrainFile, accum_st
         windows, num_probe = [tokens], 0
         if percent:
             num_probe = max(int(tokens.size) * percent // 100, seq_len + 1)
-            say(f"{num_probe:,} of {tokens.size:,} training tokens are the probe split")
+            say(f"{num_probe:,} of {tokens.size:,} training tokens are reserved as probe split")
             windows = [tokens[:-num_probe], tokens[-num_probe:]]
         micro_batch_size = batch_size // accum_steps
         return [
@@ -298,7 +298,7 @@ def _samplers(text: TextData, rows: PackedRows | None, file: TrainFile, accum_st
         if num_rows < 2:
             raise DataError(f"{num_rows} row is too few: hybrid training reserves one as a probe; give more documents")
         begin = num_rows - max(num_rows * percent // 100, 1)
-        say(f"{num_rows - begin:,} of {num_rows:,} rows are the probe split")
+        say(f"{num_rows - begin:,} of {num_rows:,} rows are reserved as probe split")
         parts = [rows.part(0, begin), rows.part(begin, num_rows)]
     return [
         RowSampler(part, batch_size=batch_size, micro_batch_size=batch_size // accum_steps, seed=seed)

@@ -52,7 +52,7 @@ class RunGuard:
         """Record the loss of an applied step, and report a spike."""
         if (limit := self._limit()) is not None and loss > limit:
             usual = median(self._losses)
-            self._say(f"step {step}: loss {loss:.3f} is a spike, the median of the steps before is {usual:.3f}")
+            self._say(f"step {step}: loss {loss:.3f} is a spike; the median of earlier steps is {usual:.3f}")
         self._losses.append(loss)
 
     def decide(self, error: DivergenceError, step: int, batches: LoadBatches) -> Action:

@@ -199,7 +199,8 @@ def _jumps(hybrid: HybridTrainer) -> str:
     if done.jumps:
         fused = max(0, done.jumps - done.steps_by_phase[Phase.PREDICT.value])
         return (
-            f"  {done.jumps} jumps, {fused} of them within an update, over {done.predicted_steps:,.1f} predicted steps "
+            f"  {done.jumps} jumps, {fused} of them within an update, {done.predicted_steps:,.1f} predicted steps in "
+            f"all "
             "(not a measure of speed: compare final losses at equal cost)"
         )
     if config.max_predict_steps == 0:

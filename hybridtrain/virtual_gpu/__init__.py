@@ -1,4 +1,4 @@
-"""A virtual card: the memory that PyTorch code takes of it, and the time of a step. It knows of no trainer.
+"""A virtual card: memory and step time of any PyTorch code. Independent of the trainer.
 
     VirtualGpu         runs unmodified CUDA code of PyTorch; ``report()`` returns the card's memory and time
     estimate_memory    the same for a model and a batch, in one call

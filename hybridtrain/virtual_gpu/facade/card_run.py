@@ -1,4 +1,4 @@
-"""A run's use of a card: bytes by class, the peak, the time of a step. Bytes are planned, times estimated."""
+"""A run's memory and time on a card. Bytes are planned, times estimated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ class CardRun:
     card: Card
     trace: LedgerTrace
     uncapped: Replay
-    """The replay without a cap: the run's demand."""
+    """The replay without a cap: memory that the run needs."""
     capped: Replay
     """The replay under the card's cap, with cached segments released and requests retried."""
     time: StepTime
-    """Of the last step."""
+    """Time of the last step."""
 
     @property
     def fits_card(self) -> bool:
-        """Whether every step ran under the card's cap; ``verdict`` keeps a margin besides."""
+        """Whether every step fits under the card's cap; ``verdict`` also requires the margin."""
         return self.capped.oom is None
 
     @property
     def verdict(self) -> FitVerdict:
-        """Whether it fits, and leaves the margin free."""
+        """Whether it fits with the margin."""
         return self.card.verdict(self.device_used_bytes, fits=self.fits_card)
 
     @property
@@ -42,7 +42,7 @@ class CardRun:
 
     @property
     def steps(self) -> tuple[StepMemory, ...]:
-        """Peaks per step: under the cap where the run fits, without a cap where it does not."""
+        """Peaks per step: under the cap if the run fits, else without a cap."""
         return self.capped.steps if self.fits_card else self.uncapped.steps
 
     @property
@@ -66,7 +66,7 @@ class CardRun:
         return self.time.bound
 
     def by_class(self) -> dict[TensorClass, int]:
-        """Return the holders of the peak's allocated bytes."""
+        """Return the peak's allocated bytes by class."""
         return self.peak.by_class
 
     def moments(self) -> Iterator[tuple[float, dict[TensorClass, int]]]:
@@ -93,7 +93,7 @@ class CardRun:
                 f"{format_bytes(self.peak_reserved_bytes)} reserved"
             ),
             f"held by {held}",
-            f"a step takes {format_seconds(self.time.seconds)}, bound by {self.bound}",
+            f"a step takes {format_seconds(self.time.seconds)}, bottleneck: {self.bound}",
             *filter(None, [note]),
         )
         return "\n".join(lines)

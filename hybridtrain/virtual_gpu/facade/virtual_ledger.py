@@ -1,9 +1,8 @@
-"""A ledger for code on a virtual card: every tensor lies on the meta device and has a place.
+"""Ledger of code on a virtual card: every tensor is a meta tensor with a virtual device.
 
-A tensor on the meta device has a shape and no bytes. Here its storage also has a place, the host's memory or the
-card's, which an op's results inherit (``placed_storages.py``); so a model of any size is built, moved and trained
-without memory. What a script computed from its own data stays known (``known_values.py``); what is not known has a
-placeholder value (``placeholders.py``), and every place where one was used is listed.
+A meta tensor has a shape but no bytes. Here its storage also has a device, host or card, which results inherit
+(``placed_storages.py``), so models of any size run without memory. Values from the script's own data stay known
+(``known_values.py``); others are placeholders (``placeholders.py``), whose uses are listed.
 """
 
 import weakref
@@ -50,38 +49,38 @@ from hybridtrain.virtual_gpu.facade.placeholders import Placeholders, where_call
 
 _ATEN = torch.ops.aten
 _PLAIN = torch._C._disabled_torch_dispatch_impl
-"""What a subclass has that leaves the dispatcher alone."""
+"""``__torch_dispatch__`` of subclasses that do not intercept ops."""
 _FIRST_KEY = {
     _ATEN._scaled_dot_product_flash_attention.default: 1,
     _ATEN._scaled_dot_product_flash_attention_backward.default: 2,
 }
-"""Where the keys stand among the operands of attention that takes grouped heads; queries before, values after."""
+"""Index of the keys among the operands of attention ops with grouped heads; queries before, values after."""
 _FOUR_BIT_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"})
 _HOST_WORK = 2**20
-"""Bytes from which arithmetic on the host is worth a place in the timeline."""
+"""Least bytes of host arithmetic that appears in the timeline."""
 
 
 class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
-    """Runs PyTorch code on a virtual card: counts as ``StorageLedger``, and refuses as the card would."""
+    """Runs PyTorch code on a virtual card: a ``StorageLedger`` with the card's out-of-memory errors."""
 
     def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
         super().__init__(card, host, allocator)
         self._meta_cache = MetaCache()  # a script may change default types as it goes
         self.is_inside = False
-        """Whether an op is being run: then ``Tensor.device`` is the true one."""
+        """Whether an op is running: then ``Tensor.device`` is the real one."""
         self.placeholders = Placeholders(self.seen.refusals.append)
         self.values = KnownValues(self._held, self.placeholders)
         self.after_backward: Callable[[], None] = lambda: None
         self.most_real_bytes = 2**28
-        """Of large results on the host that are computed for real at a time."""
+        """Limit of real memory for large results on the host, in bytes."""
         self._real_bytes = 0
         self.card_index = 0
-        """The card's index, of ``num_cards`` in the machine."""
+        """Index of the card among ``num_cards`` of the machine."""
         self.num_cards = 1
         self.scratch_rules: dict[Op, Callable[[Sequence[Any]], int]] = {}
-        """Of ops whose scratch depends on the card."""
+        """Scratch rules of ops that depend on the card."""
         self.links: Callable[[Op, Args, Any], float | None] | None = None
-        """Returns the seconds for which an op occupies the link to other cards; None unless it is a collective."""
+        """Op -> seconds that a collective occupies the link; None for other ops."""
         self._last_of_stream: dict[int, int] = {}
         self._awaited: dict[int, list[int]] = {}
         self._are_collectives_due = False
@@ -114,7 +113,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             return self._run(func, args, kwargs or {})
         except NotImplementedError:  # CUDA has a kernel for it, and a script may catch what a card would not raise
             self.seen.refusals.append(
-                f"{where_called()}: {func}: torch {torch.__version__} does not say what it makes."
+                f"{where_called()}: {func}: torch {torch.__version__} has no meta rule for this op."
             )
             raise
         finally:
