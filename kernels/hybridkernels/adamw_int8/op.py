@@ -29,16 +29,16 @@ Moments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Settings(TypedDict):
-    """Of one update."""
+    """Settings of one update."""
 
     lr: float
     betas: tuple[float, float]
     eps: float
-    """Added to the root of the second moment."""
+    """Epsilon added to the root of the second moment."""
     weight_decay: float
     """Decoupled, multiplied by ``lr``."""
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
 
 
 _STATE = ("m_codes", "m_scale", "v_codes", "v_scale")

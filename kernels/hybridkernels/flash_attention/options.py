@@ -16,7 +16,7 @@ _ID_DTYPES = frozenset({torch.int32, torch.int64})
 
 
 class Options(NamedTuple):
-    """The usual ones by default."""
+    """Options of attention, off by default."""
 
     ids_BT: Tensor | None = None
     """Document of each token, (B, T) int32 or int64, rising along a row; None: one document a row."""
@@ -24,7 +24,7 @@ class Options(NamedTuple):
     """None: 1/sqrt(H)."""
     softcap: float = 0.0
     window: int = 0
-    """Keys that a query sees at most, itself among them; 0: no limit."""
+    """Most keys that a query attends to, itself included; 0: no limit."""
 
     @property
     def is_bounded(self) -> bool:

@@ -15,7 +15,7 @@ from hybridkernels.define_op import define_op, describe
 _GROUPED_MM_CAPABILITY = (8, 0)
 """torch/nn/functional.py, grouped_mm: bfloat16 on CUDA from SM 80 on; public since 2.10, so in each torch we take."""
 _ALIGNED_BYTES = 16
-"""Of its rows' length (aten/native/cuda/GroupedBlas.cpp, check_valid_strides_and_return_transposed)."""
+"""Required alignment of rows (aten/native/cuda/GroupedBlas.cpp, check_valid_strides_and_return_transposed)."""
 
 
 def _forward(x_PD: Tensor, weight_EFD: Tensor, group_ends_E: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from hybridkernels.adamw_int8.dynamic_map import QUANT_GROUP_SIZE
 from hybridkernels.define_op import describe
 
 NUM_COLUMNS = 12
-"""Of a table; the last one is not used: rows begin at multiples of 16 bytes."""
+"""Columns of a table; the last is padding, so that rows start at multiples of 16 bytes."""
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.uint8: 4}
 _ALIGNMENT = 16
 """Bytes that one thread loads at once."""
@@ -66,7 +66,7 @@ class Moments:
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the moments."""
         return self._values.device
 
     def sums_like(self) -> Tensor:

@@ -1,9 +1,8 @@
-"""The cases of every op: those of a training step, from a table, and those on a run's state.
+"""The cases of every op: those of a training step, from a table, and those of state.
 
-The ops on the state have a forward pass only: 8-bit codes, AdamW with such moments, and the small ops between steps.
-Those that work in place give each provider a copy of its output. The small ones are features of a training state, sums
-over moments and an imagined path. They are timed by the wall clock, launches included, against the CPU reference that
-they replace.
+Ops of state have a forward pass only: 8-bit codes, AdamW with such moments, and small ops between steps. In-place ops
+give each provider its own copy. Small ones (features of a training state, sums over moments, an RSSM rollout) are timed
+by wall clock, launches included, against the CPU reference that they replace.
 
 B batch, T sequence, M tokens, C of a slice, D width, N query heads, K key/value heads, H head dim, V vocabulary;
 P values, G = ceil(P / 256) groups; N states, E members, S ticks, Z = K * C classes, A actions.
@@ -88,28 +87,28 @@ OPS = (
     "causal_attention", "linear_cross_entropy", "adamw_int8", "adamw_int8_rounded", "swiglu", "geglu", "rssm_gru",
     "state_encoding", "moment_statistics", "int8_quantize", "int8_dequantize", "rms_norm", "layer_norm", "rotary",
 )  # fmt: skip
-"""By the share of a step that hangs on their speed, and by how little is known of it."""
+"""Ops by their share of a step, and by how uncertain their speed is."""
 _MODE_ORDER = (Mode.BOTH, Mode.FORWARD, Mode.BACKWARD)
-"""Both decides the choice of a provider."""
+"""Order of modes; both decides the choice of a provider."""
 _DTYPE = torch.bfloat16
 _EPS = 1e-5
 _CHUNK_TOKENS = 1024
-"""Of the loss, as the stack ``tight`` has it."""
+"""Tokens per chunk of the loss, as in the stack ``tight``."""
 _PASSES = {Mode.FORWARD: (1, 0), Mode.BACKWARD: (0, 1), Mode.BOTH: (1, 1)}
 """Forward and backward passes of a mode."""
 _Pair = tuple[int, int]
-"""Of a forward and a backward pass."""
+"""A forward and a backward value."""
 
 
 _LR, _BETAS, _ADAM_EPS, _DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 _CHECKED_STEPS = 3
-"""The first step does not read what the 8-bit moments hold."""
+"""Not the first step, which does not read the 8-bit moments."""
 _SLICE_GROUPS = 2**16
-"""That the reference takes at a time: it makes a dozen float32 tensors of them."""
+"""Groups that the reference processes at a time, as it makes a dozen float32 tensors."""
 _NUM_STATES = (1, 512)
-"""One state, as between two steps; a replay of them."""
+"""Batch sizes: one state, as between two steps; a whole replay."""
 _ROWS, _TICKS = 8, 16
-"""A forecast's samples and the ticks of its horizon of 400 steps."""
+"""Samples of a forecast, and ticks of a horizon of 400 steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,34 +117,35 @@ class _Op:
 
     name: str
     family: str = ""
-    """Empty: every model has it."""
+    """Families with the op; empty: all."""
     function: Function
     plain: Function
-    """The formula in the case's dtype, as a model without kernels has it."""
+    """The formula in the case's dtype, as in a model without kernels."""
     exact: Function
-    """The definition, which is given wider inputs."""
+    """The definition, called with wider inputs."""
     make: Callable[[InputMaker, ModelBatch, Mode], Tensors]
-    """The first tensor has the shape of the output, unless that is a scalar."""
+    """Makes the inputs; the first has the output's shape, unless that is a scalar."""
     least: Callable[[ModelBatch], tuple[_Pair, _Pair]]
-    """Bytes and operations that are needed at least."""
+    """Least bytes and operations."""
     has_triton: bool = False
-    """Whether it has a kernel of ours; else it takes torch's own on CUDA."""
+    """Whether it has our own kernel; otherwise it uses torch's on CUDA."""
     choices: Sequence[str] = ()
-    """Providers besides Triton's that the op chooses among; empty: it has no choice."""
+    """Providers besides Triton that the op chooses from; empty: no choice."""
     is_loss: bool = False
-    """Scalar, with its gradients from the forward pass: a backward pass is no case, ``forward`` is an evaluation."""
+    """Whether the output is a scalar with gradients from the forward pass: no backward case, ``forward`` is an
+    evaluation."""
     uses_tensor_cores: bool = False
     others: Mapping[str, Function] = field(default_factory=dict)
     liger: tuple[Any, ...] | None = None
-    """Module and autograd function of Liger, and arguments behind the inputs."""
+    """Liger's module and autograd function, and arguments after the inputs."""
     no_liger: str = ""
-    """Why it is not compared."""
+    """Reason why it is not compared."""
 
 
 def plan_cases(device: torch.device, *, only: Sequence[str], modes: Sequence[str], quick: bool) -> list[KernelCase]:
-    """Return the cases of a device: first one of each op, then the rest, op by op in the order of ``OPS``.
+    """Return the cases of a device: one of each op first, then the rest in the order of ``OPS``.
 
-    ``only`` are ops and ``modes`` modes, empty: all; ``quick`` leaves one shape of each op.
+    ``only``: ops, ``modes``: modes, empty: all. ``quick``: one shape per op.
 
     Raises:
         ConfigError: as ``require_names``.
@@ -158,10 +158,10 @@ def plan_cases(device: torch.device, *, only: Sequence[str], modes: Sequence[str
 
 
 def require_names(only: Sequence[str], modes: Sequence[str]) -> None:
-    """Refuse unknown ops and modes.
+    """Raise an error for unknown ops and modes.
 
     Raises:
-        ConfigError: an op or a mode that nobody knows; all of them are named.
+        ConfigError: an unknown op or mode; all are listed.
     """
     faults = [unknown_name("op", name, OPS) for name in only if name not in OPS]
     faults += [unknown_name("mode", name, list(Mode)) for name in modes if name not in list(Mode)]
@@ -392,7 +392,7 @@ _OPS = (
     _Op(
         name="rotary", family="llama", function=rotary, plain=_plain_rotary, exact=rotary_reference, make=_make_rotary,
         least=_per_element((2, 2), (3, 3)), others={"eager": _plain_rotary},
-        no_liger="Liger's turns q and k together, in place and in another layout: not the same op",
+        no_liger="Liger's rotates q and k together, in place and in another layout: not the same op",
     ),
 )  # fmt: skip
 

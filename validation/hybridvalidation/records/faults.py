@@ -1,4 +1,4 @@
-"""The record of a campaign."""
+"""The record of a fault campaign."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class FaultRecord(Record):
     says: str
     seed: int
     counts: Mapping[str, Mapping[str, int]]
-    """Attempts by subject and outcome."""
+    """Number of attempts by subject and outcome."""
     num_faults: int
-    """Attempts that failed."""
+    """Failed attempts."""
     first_faults: tuple[str, ...]
 
 

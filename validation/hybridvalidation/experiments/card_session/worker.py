@@ -16,7 +16,7 @@ from hybridvalidation.experiments.card_session.train import TrainedPart, TrainJo
 from hybridvalidation.records.outcome import Outcome
 
 _BEGIN_S = time.monotonic()
-"""When the process began: this is the first that it imports."""
+"""Start of the process: this module is imported first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class CeilingsJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Result of a process, or the reason for none."""
+    """Result of a process, or the reason why there is none."""
 
     outcome: Outcome = Outcome.OK
     message: str = ""
@@ -38,7 +38,7 @@ class Answer:
 
 
 def plan(job: PlanJob) -> Answer:
-    """Plan a part on the CPU; a failure is returned, not raised."""
+    """Plan a part on the CPU; errors are returned, not raised."""
     try:
         return Answer(planned=plan_part(job))
     except HybridTrainError as error:
