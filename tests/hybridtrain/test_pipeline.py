@@ -111,9 +111,9 @@ def test_each_stage_is_planned_as_it_is_executed(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("world", "stack", "reason"),
     [
-        (4, (Pipeline(stages=2),), "2 stages are as many ranks"),
-        (3, (Pipeline(stages=3),), "3 stages need a block each, the model has 2"),
-        (2, (Pipeline(), PredictorState()), "what remembers the trajectory of weights works on one rank"),
+        (4, (Pipeline(stages=2),), "2 ranks"),
+        (3, (Pipeline(stages=3),), "3 stages need at least one block each, the model has 2"),
+        (2, (Pipeline(), PredictorState()), "predictor_state works on one rank"),
     ],
 )
 def test_what_stages_cannot_do_is_refused(world: int, stack: tuple[Optimization, ...], reason: str) -> None:

@@ -184,7 +184,7 @@ def test_what_ranks_have_cut_is_not_exported_by_one_of_them(tmp_path: Path) -> N
     trainer = Trainer(
         MODELS["llama"], compose(CASES["zero1"].plan), TrainerConfig(), VirtualTransfer(), group=VirtualGroup(1, 2)
     )
-    with pytest.raises(ConfigError, match="each holds its range alone"):
+    with pytest.raises(ConfigError, match="weights are sharded over ranks;"):
         export_folder(trainer, tmp_path / "out", dtype=torch.float32)
     assert list(tmp_path.iterdir()) == []
 
@@ -193,8 +193,8 @@ REFUSED: dict[str, tuple[int, tuple[Optimization, ...], Optimizer, str]] = {
     "ranks": (3, (), AdamWConfig(), "grad_accum_steps: 4 micro-batches of a step must be a multiple"),
     "muon": (2, (Zero(),), Muon(), "'muon' works on whole matrices"),
     "adafactor": (2, (Zero(stage=1),), Adafactor(), "'adafactor' works on whole matrices"),
-    "history": (2, (PredictorState(),), AdamWConfig(), "what remembers the trajectory of weights works on one rank"),
-    "phases": (2, (MixedPrecision(), PredictMemory()), AdamWConfig(), "stored otherwise in predict than in full"),
+    "history": (2, (PredictorState(),), AdamWConfig(), "predictor_state works on one rank"),
+    "phases": (2, (MixedPrecision(), PredictMemory()), AdamWConfig(), "stored differently in predict than in full"),
 }
 
 

@@ -118,7 +118,7 @@ def test_cases_that_a_runner_has_no_time_for_are_left(tmp_path: Path) -> None:
 
 def test_a_crash_ends_the_experiment_and_keeps_what_ended(tmp_path: Path) -> None:
     children = Children(fault_of=2)
-    with pytest.raises(HybridTrainError, match="squares: 2 has no record: it crashed; finished runs are kept"):
+    with pytest.raises(HybridTrainError, match="squares: 2 failed: it crashed; finished runs are kept"):
         run(squares(in_children(children.start, record_of, 1)), [1, 2, 3], tmp_path)
     assert [record.value for record in read_lines(tmp_path / "squares.jsonl", Square)] == [1]
     assert children.working == 0

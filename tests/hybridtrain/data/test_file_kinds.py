@@ -42,7 +42,7 @@ def test_records_are_read_by_any_of_their_names(tmp_path: Path, name: str, conte
     path = tmp_path if is_folder else tmp_path / name
     assert texts(open_source(path)) == TEXTS
     assert holds_records(path)
-    with pytest.raises(DataError, match=r"holds JSON.*, which is not read as prose; name it in a \[data\] table"):
+    with pytest.raises(DataError, match=r"contains .*, not plain text; give it in the \[data\] table"):
         text_corpus(path)
 
 
@@ -54,7 +54,7 @@ def test_records_are_read_by_any_of_their_names(tmp_path: Path, name: str, conte
 def test_json_under_another_name_is_refused(tmp_path: Path, name: str, content: str, *, is_folder: bool) -> None:
     (tmp_path / name).write_text(content)
     (tmp_path / "prose.txt").write_text(PROSE)
-    with pytest.raises(DataError, match=f"{name} holds JSON, which is not"):
+    with pytest.raises(DataError, match=f"{name} contains JSON, not"):
         open_source(tmp_path if is_folder else tmp_path / name)
 
 
@@ -131,7 +131,7 @@ def test_a_readme_and_metadata_among_prose(tmp_path: Path) -> None:
 def test_damaged_json_beside_records_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINES)
     (tmp_path / "b.json").write_text(LIST[:-1])
-    with pytest.raises(DataError, match=r"b\.json is no JSON .*; fix it, or move it away"):
+    with pytest.raises(DataError, match=r"b\.json is no JSON .*; fix it, or remove it from the folder"):
         open_source(tmp_path)
     with pytest.raises(DataError, match=r"b\.json is no JSON .*; fix it"):
         open_source(tmp_path / "b.json")
@@ -140,7 +140,7 @@ def test_damaged_json_beside_records_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{}", "[]", "[1, 2]", '{"a": [1]}', '"a"'])
 def test_a_json_file_without_documents_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(DataError, match="holds no document; allowed is"):
+    with pytest.raises(DataError, match="contains no document; allowed is"):
         open_source(tmp_path / "a.json")
 
 

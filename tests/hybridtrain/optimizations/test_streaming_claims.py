@@ -165,8 +165,8 @@ def test_weights_stream_in_active_phases_only(active: tuple[Phase, ...]) -> None
 FAULTS: dict[str, Callable[[], Optimization]] = {
     "restore_lookahead: -1 must be at least 0": lambda: PredictMemory(restore_lookahead=-1),
     "restore_lookahead: 1 needs async_restore = true": lambda: PredictMemory(restore_lookahead=1, async_restore=False),
-    "async_restore, restore_lookahead: optimizer_state = 'drop' brings nothing back; set 'cpu' or 'pinned', or leave "
-    "both out": lambda: PredictMemory(optimizer_state="drop", async_restore=False),
+    "async_restore, restore_lookahead: optimizer_state = 'drop' has no state to restore; set 'cpu' or 'pinned', or "
+    "remove both": lambda: PredictMemory(optimizer_state="drop", async_restore=False),
     "max_active_layers: 0 must be at least 1": lambda: WeightStreaming(max_active_layers=0),
     "prefetch_distance: -1 must be at least 0": lambda: WeightStreaming(prefetch_distance=-1),
     "resident_layers: -2 must be at least 0": lambda: WeightStreaming(resident_layers=-2),
@@ -183,8 +183,8 @@ FAULTS: dict[str, Callable[[], Optimization]] = {
     "recompute_every: 0 must be at least 1; drop the optimization instead\n"
     "kept_blocks: -1 must be at least 0": lambda: GradientCheckpointing(recompute_every=0, kept_blocks=-1),
     "visit_micro_batches: -3 must be at least 0": lambda: GradAccumulation(schedule="vertical", visit_micro_batches=-3),
-    "visit_micro_batches: only with schedule = 'vertical'; a horizontal one visits one by one": lambda: (
-        GradAccumulation(visit_micro_batches=1)
+    "visit_micro_batches: needs schedule = 'vertical'; remove it, or set the schedule": lambda: GradAccumulation(
+        visit_micro_batches=1
     ),
 }
 

@@ -103,7 +103,7 @@ def test_events_of_another_allocator_are_refused(recorded: RecordedDevice) -> No
 def test_nothing_is_run_by_reading(tmp_path: Path) -> None:
     path = tmp_path / "evil.pickle"
     path.write_bytes(b"cos\nsystem\n(S'touch evil'\ntR.")
-    with pytest.raises(DataError, match=r"it names os\.system"):
+    with pytest.raises(DataError, match=r"it references os\.system"):
         read_snapshot(path)
 
 

@@ -181,7 +181,7 @@ class TestParts:
         assert effective_cap(wanted, 24_564 * MIB, 1000 * MIB) == 23_564 * MIB
         assert effective_cap(wanted, CARD_BYTES, 100 * GIB) == 24 * GIB
         assert effective_cap(wanted, 24_564 * MIB, 10 * GIB) == 0
-        assert "busy: other programs hold 10.00 GiB" in shortage(wanted, 24_564 * MIB, 10 * GIB)
+        assert "in use: other programs use 10.00 GiB" in shortage(wanted, 24_564 * MIB, 10 * GIB)
         assert "too small: it has 16.00 GiB" in shortage(wanted, 16 * GIB, 0)
 
     def test_a_part_starts_only_when_two_steps_fit_the_remaining_time(self) -> None:
@@ -242,7 +242,7 @@ class TestRun:
     def test_a_card_that_is_too_small_or_busy_is_told(self) -> None:
         machine = FakeMachine(used_bytes=CARD_BYTES - 10 * GIB)
         assert machine.run([part("a")])[-1] == ("a", Outcome.SKIPPED)
-        assert "the card is busy" in machine.records[-1].message
+        assert "the card is in use:" in machine.records[-1].message
 
     def test_out_of_memory_is_an_outcome_and_the_next_part_runs(self) -> None:
         refused = Answer(outcome=Outcome.OUT_OF_MEMORY, message="CUDA out of memory", measured=measured())
@@ -443,7 +443,7 @@ class TestTrain:
         answer = cuda_worker.train(train_job(limit_s=0.0))
         assert answer.measured is not None
         assert len(answer.measured.steps) == 1
-        assert answer.message == "1 of 3 steps: no time for more"
+        assert answer.message == "1 of 3 steps; no time for more"
 
     def test_a_refused_request_keeps_the_steps_before_it(
         self, fake_card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -466,7 +466,7 @@ class TestTrain:
         fake_card["free"] = 5 * GIB
         answer = cuda_worker.train(train_job())
         assert answer.outcome is Outcome.ERROR
-        assert "end the other programs" in answer.message
+        assert "end other programs" in answer.message
 
     def test_a_step_that_cannot_be_profiled_leaves_the_others(
         self, fake_card: dict[str, Any], monkeypatch: pytest.MonkeyPatch  # noqa: ARG002
@@ -522,7 +522,7 @@ class TestCommand:
         machine = FakeMachine(used_bytes=CARD_BYTES - GIB)
         monkeypatch.setattr(cuda_session, "_session", machine.session)
         assert main(["evidence", "--results", str(tmp_path)]) == 1
-        assert "are in use, and the smallest part wants" in capsys.readouterr().err
+        assert "are in use, and the smallest part needs" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
 
     def test_records_and_table_are_written_and_a_second_call_adds_to_them(

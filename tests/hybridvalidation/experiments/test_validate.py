@@ -453,12 +453,12 @@ def test_what_was_executed_is_told_with_its_commits(copied: Place, capsys: pytes
     line = to_json(record(environment=replace(read_environment(), commit="0123456789"))) + "\n"
     other.write_text(2 * line + line[:40])  # somebody writes
     assert copied.run("records") == 0
-    assert "executed: 2 records, of 1 commits, the newest of 2026-01-01, commit 01234567" in capsys.readouterr().out
+    assert "executed: 2 records, from 1 commits, the newest 2026-01-01, commit 01234567" in capsys.readouterr().out
     assert copied.run("records", "--planned") == 0
     assert "executed" not in capsys.readouterr().out
     other.write_text(line[:40] + "\n")
     assert copied.run("records") == 1
-    assert "executed.jsonl: a line is no JSON" in capsys.readouterr().err
+    assert "executed.jsonl: a line is not JSON" in capsys.readouterr().err
 
 
 def test_records_that_no_table_shows_can_be_dropped(copied: Place, no_worker: list[Job]) -> None:

@@ -103,7 +103,7 @@ def test_figures_of_another_version_are_not_compared_unless_they_are_equal(
     assert main(["gate", "recorded"]) == GateExit.OK
     now(peak=104.0, oom=0.0)
     assert main(["gate", "recorded"]) == GateExit.COULD_NOT_MEASURE
-    assert f"planned with torch 0.1, now {version('torch')}: nothing to compare" in capsys.readouterr().out
+    assert f"planned with torch 0.1, now {version('torch')}:" in capsys.readouterr().out
 
 
 def test_a_plan_that_fails_and_one_without_a_record_are_told(

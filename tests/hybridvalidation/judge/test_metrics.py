@@ -131,7 +131,7 @@ def test_a_step_that_waits_has_the_error_of_recorded_ones_that_do(waits: float, 
         assert found is not None
         assert found.error is not None
         assert found.error.high / found.value == pytest.approx(1 + error, rel=ROUNDING)
-        assert ("waits 50% of its step, recorded steps that test this 5% to 18%" in found.remark) is (waits == 0.5)
+        assert ("waits 50% of its step; recorded steps test 5% to 18%" in found.remark) is (waits == 0.5)
         assert found.is_untested is (waits == 0.5)
 
 
@@ -141,7 +141,7 @@ def test_a_step_of_other_size_than_the_scenarios_is_told(name: str) -> None:
     assert same is not None
     assert other is not None
     assert "tokens per step" not in same.remark
-    assert other.remark.startswith("at 4,096 tokens per step, where the scenario has 8")
+    assert other.remark.startswith("at 4,096 tokens per step, while the scenario has 8")
 
 
 @pytest.mark.parametrize("fits", [True, False])
