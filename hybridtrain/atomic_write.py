@@ -1,4 +1,4 @@
-"""Writing files and folders so that a reader sees the old content or the new, never a part, also after a power cut."""
+"""Atomic, durable writing of files and folders: readers see the old or the new content, also after a power cut."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, a line every half minute elsewhere, nothing beside JSON."""
+"""Progress on standard error: a bar on a terminal, else a line every half minute; nothing with JSON output."""
 
 import sys
 import time

@@ -1,9 +1,9 @@
 """Files of the safetensors format, read and written range by range. P elements of a flat range.
 
 A file is 8 bytes with the length of a header, the header in JSON (of each tensor: type, shape, range of bytes), the
-values (https://github.com/huggingface/safetensors, README, "Format"). The format's own library checks a file; it maps
-files into memory and writes them whole, so values are read and written here: what was read is no part of the process's
-memory, and a file cut short meanwhile is an error, not a SIGBUS.
+values (https://github.com/huggingface/safetensors, README, "Format"). The format's own library verifies files, but
+memory-maps and writes them whole. So values are read and written here: without mapped memory, and with an error instead
+of SIGBUS for a truncated file.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Resuming: a checkpoint is checked byte by byte and field by field, then written into a trainer of any stack."""
+"""Resuming: a checkpoint is verified completely, then loaded into a trainer of any stack."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

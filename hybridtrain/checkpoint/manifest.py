@@ -1,7 +1,7 @@
-"""The table of a generation's tensors: ``manifest.json``, with a checksum for every tensor and one for itself.
+"""A checkpoint's ``manifest.json``: its tensors, with a checksum for each and one for itself.
 
-Checksums of tensors are CRC-32, the fastest that Python brings along: every flipped bit and every burst of 32 is found,
-any other damage but for one chance in 2^32. The manifest has a SHA-256, and must be written as it was.
+Tensors have CRC-32 checksums, the fastest in Python's standard library; they miss damage with a probability of 2^-32.
+The manifest has a SHA-256.
 """
 
 import json

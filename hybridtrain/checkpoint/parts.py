@@ -1,8 +1,7 @@
-"""A trainer's saved tensors: every trained parameter by name in the widest form held, and state by its format.
+"""A trainer's saved tensors: each trained parameter by name in its most exact form, and state in its storage format.
 
-Neither says where anything lives, nor which weights are rounded from a master: another stack reads the same files.
-Ranks of which each holds a range, or a stage with some of the parameters, are saved as one process would be: the first
-one reads what the others give.
+Files do not depend on placement or on master weights, so that another stack can read them. Sharded ranks and pipeline
+stages are saved as by one process: the first rank gathers the others' parts.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Saving: a copy at the end of a step, written in the background; or written at once where memory holds no copy."""
+"""Saving: a copy at the end of a step, written in the background; without memory for a copy, written at once."""
 
 import errno
 import math

@@ -1,8 +1,8 @@
 """Turn a parsed TOML or JSON mapping into frozen dataclasses, strictly, and report every fault at once.
 
 The annotations of the dataclass are the schema. A fault is a sentence that starts with the JSON path of the
-value (``$.workload.seq_len``), then says what was found and what is allowed. Nothing is converted except an
-integer where a float is expected and text where a path or an enum is; nothing unknown is ignored.
+value (``$.workload.seq_len``), then says what was found and what is allowed. The only conversions are integer to float,
+and text to path or enum; unknown keys are errors.
 """
 
 import math

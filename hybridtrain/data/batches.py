@@ -2,8 +2,8 @@
 
 Letters: B sequences of a micro-batch, T tokens of a sequence.
 
-A training batch is a function of (seed, step, micro-batch) and nothing else. So resuming needs no state, two
-runs with one seed see the same tokens, and four micro-batches of two hold the same sequences as one of eight.
+A training batch depends only on (seed, step, micro-batch). So resuming needs no state, runs with equal seeds see equal
+tokens, and four micro-batches of two equal one of eight.
 """
 
 from collections.abc import Iterator

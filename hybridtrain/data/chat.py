@@ -1,12 +1,11 @@
-"""Messages as one text, by the chat template of a tokenizer, and where in it the answers are.
+"""Rendering of messages by a tokenizer's chat template, and location of the answers.
 
 A template is Jinja, rendered in a sandbox, with the names that transformers gives it (documented in its guide "Chat
 templates": messages, tools, add_generation_prompt, bos_token and the other special tokens, raise_exception, tojson,
-strftime_now). The answers are found in one of two ways:
-
-- by markers: what the template puts between ``{% generation %}`` and ``{% endgeneration %}``,
-- by prefixes, where it has no markers: an answer reaches from the end of the conversation before it, rendered with
-  ``add_generation_prompt``, to the end of the conversation up to it. The one must be a beginning of the other.
+strftime_now). The answers are located in one of two ways: - by markers: text between ``{% generation %}`` and ``{%
+endgeneration %}``,
+- by prefixes, where it has no markers: an answer is what the conversation up to it adds to the conversation before it,
+rendered with ``add_generation_prompt``. The latter must be a prefix of the former.
 """
 
 import json

@@ -1,9 +1,9 @@
 """A corpus from any source of tokens: a train part, a validation part and a digest of both.
 
-Which document is held out for validation depends on its path, so adding a document to many does not move the
-others. The embedded corpus is the source code of the Python standard library on this machine: megabytes of
-real text that need no download and no place in the repository. Text is read as byte tokens and held in memory,
-two bytes per byte of text; for more than a few gigabytes write a token file (``hybridtrain.data.token_file``).
+Held-out documents are chosen by a hash of the path, so that adding documents does not change the others. The embedded
+corpus is the source code of the Python standard library on this machine: megabytes of real text that need no download
+and no place in the repository. Text is read as byte tokens and held in memory, two bytes per byte of text; for more
+than a few gigabytes write a token file (``hybridtrain.data.token_file``).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The [data] table of a training file: which text, in which tokens, in which rows."""
+"""The [data] table of a training file: text, tokenizer, packing."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Documents in files: plain text, and records of text, of prompts with completions, of messages.
 
 A text file is one document; each line of a .jsonl file, each element of a list of JSON and each row of a table is one.
-Nothing is held in memory but a piece of a text file, a record, or one file of JSON. A fault of a record is a sentence
+Only a piece of a text file, a record, or one JSON file is in memory at a time. A fault of a record is a sentence
 with file, line number and what is allowed.
 """
 

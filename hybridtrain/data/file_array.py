@@ -1,7 +1,7 @@
 """Arrays in files, read part by part on demand, so that a changed file gives an error message.
 
-A page of a mapping beyond the end of a file that was cut short is SIGBUS, which ends the process without a word. So
-parts are read by their place in the file; only what is larger stays a view, of which parts are taken later.
+Reading a memory-mapped page beyond the end of a truncated file raises SIGBUS, which kills the process. So small parts
+are read by offset; larger ones stay views.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Kinds of files: plain text, or records that are one document each; a record is never read as plain text.
 
-Records are known by a file's name, and JSON under another name by its content. Beside records, a folder of ``datasets``
-holds files about them (a card, a licence, metadata), which are no documents.
+Records are known by a file's name, and JSON under another name by its content. A folder of ``datasets`` also has
+metadata files (card, licence), which are not documents.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Texts that are the same on every machine: the Python sources of pinned versions of packages that torch depends on.
 
-They are installed wherever torch is, and their wheels hold nothing that is built for a machine. sympy and networkx have
+They are installed with torch, and their wheels are pure Python. sympy and networkx have
 the three-clause BSD licence (LICENSE of https://github.com/sympy/sympy, LICENSE.txt of
 https://github.com/networkx/networkx); nothing of them is copied into this repository.
 """

@@ -1,7 +1,7 @@
-"""A program that renders chat templates, which are untrusted programs, for ``template_renderer``.
+"""Process that renders chat templates, which are untrusted code, for ``template_renderer``.
 
 It needs jinja2 alone. Standard input has ``sys.path`` and then requests, a line of JSON each; standard output answers.
-Memory, processor time and the length of a text are limited, so that no template takes the machine or never ends.
+Memory, processor time and the length of a text are limited, so that no template can exhaust the machine or hang.
 """
 
 import json

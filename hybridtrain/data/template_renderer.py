@@ -1,7 +1,6 @@
-"""Chat templates, rendered by a process of their own (template_process.py), one for all of them.
+"""Rendering of chat templates by a separate process (template_process.py).
 
-What a template may take of the processor, of memory and of a text is limited there; a process that is ended for it is
-begun anew for the next text.
+CPU time, memory and text length are limited there; a killed process is restarted for the next text.
 """
 
 import atexit

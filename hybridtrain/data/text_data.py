@@ -1,8 +1,8 @@
 """The data of a [data] table: text encoded once into memory-mapped files, with a held-out part.
 
-The files lie in a folder named by the digest of everything that decides the tokens: contents, tokenizer, template,
-options. So a resumed run finds the same tokens, and changed data or a changed tokenizer makes others. Tokens are raw
-uint16 or uint32, as in token files; ``counts`` says which of them, as targets, count.
+The folder's name is a digest of everything that affects the tokens: contents, tokenizer, template, options. So a
+resumed run finds its tokens, and changed data are encoded again. Tokens are raw uint16 or uint32, as in token files;
+``counts`` marks those that count as targets.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Text to token ids and back: bytes, or any tokenizer of the ``tokenizers`` library with its special tokens.
 
 A folder is read as transformers reads it: tokenizer.json, special tokens in tokenizer_config.json or
-special_tokens_map.json, chat templates there, in chat_template.jinja or in additional_chat_templates/. Where
-transformers is installed, its AutoTokenizer has the last word: some of its classes (Llama's) make other ids of a
-tokenizer.json than the library ``tokenizers`` alone, and it opens folders without one.
+special_tokens_map.json, chat templates there, in chat_template.jinja or in additional_chat_templates/. If transformers
+is installed, its AutoTokenizer is used: some of its classes (Llama's) produce other ids than the library ``tokenizers``
+alone, and it supports folders without tokenizer.json.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The work of a block that equal blocks share, so that a dry run does it once."""
+"""A block's work with a key, so that a dry run computes equal blocks once."""
 
 from collections.abc import Callable, Hashable
 

@@ -1,8 +1,8 @@
-"""The one executor: it realises any plan and never asks which optimization is on.
+"""The executor of any plan, without any case for single optimizations.
 
-A micro-batch passes embedding, blocks and head, and back. A horizontal schedule does that for each micro-batch in turn;
-a vertical one takes all micro-batches of the step through a block before the next block is touched. Both are bit-equal
-to plain autograd: every sum of gradients has the order that ``loss.backward()`` per micro-batch would give it.
+A horizontal schedule runs one micro-batch after another through all blocks; a vertical one runs all micro-batches of a
+step through a block before the next block. Both are bit-equal to plain autograd: gradients are summed in the order of
+``loss.backward()`` per micro-batch.
 
 B batch, T sequence, D width, V vocabulary.
 """

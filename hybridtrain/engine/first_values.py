@@ -1,4 +1,4 @@
-"""First values of every parameter: read from a source, or random by the seed. P elements of a flat slice.
+"""Initial values of all parameters, read from a source or random. P elements of a flat slice.
 
 Values are read slice by slice into their storage, so that no whole matrix is in memory twice. Only codes whose scales
 depend on each other need whole matrices.

@@ -1,4 +1,4 @@
-"""The factor of the loss that keeps float16 gradients within their range (Micikevicius et al., 1710.03740)."""
+"""The loss scale that keeps float16 gradients within range (Micikevicius et al., 1710.03740)."""
 
 from dataclasses import dataclass
 

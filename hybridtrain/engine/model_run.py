@@ -1,4 +1,4 @@
-"""A model under a plan, as passes over it work with it. B batch, T sequence, D width."""
+"""A model with its plan, gradients and boundaries. B batch, T sequence, D width."""
 
 from collections.abc import Sequence
 

@@ -1,8 +1,7 @@
-"""The one pass over parameters, for updates and for all other reads and changes of weights and their state.
+"""The pass over parameters, for updates and for all other access to weights and their state.
 
-All work happens where tensors live: on the device in slices, streamed through it in slices, or on the host by the
-processor. Temporaries are slices; only an optimizer that needs a whole matrix makes one of a parameter's size. P
-elements of a flat slice.
+Work runs on the device in slices, streamed or not, or on the host's CPU. Temporaries are slices; only an optimizer that
+needs a whole matrix makes one of a parameter's size. P elements of a flat slice.
 """
 
 from collections import deque

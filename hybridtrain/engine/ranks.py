@@ -1,4 +1,4 @@
-"""Refusals, before anything is built, of plans that ranks cannot run and of settings that differ between them."""
+"""Checks before anything is built: plans that ranks cannot run, and settings that differ between ranks."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""An optimizer's update of one parameter: of a slice wherever it lives, of a whole matrix, of many in one call.
+"""An optimizer's update of one parameter: of a slice on any tier, of a whole matrix, or of many in one call.
 
 P elements of a flat slice.
 """

@@ -1,7 +1,6 @@
-"""Moves weights from the storage of one plan to that of another, at the border of two phases. P elements.
+"""Moves weights to another plan's storage, between two phases. P elements.
 
-Unit by unit: the old memory is freed before the next unit's is made. So there is never a second model, only the
-slots of both plans and one unit twice.
+The old memory of a unit is freed before the next unit's is allocated, so that only one unit exists twice.
 """
 
 from collections.abc import Sequence

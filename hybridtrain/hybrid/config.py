@@ -1,4 +1,4 @@
-"""Options of hybrid predictive training in one flat section, and the check that a trainer can run them."""
+"""Settings of hybrid predictive training, and the check that a trainer supports them."""
 
 import math
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
-"""Divergence of the latest steps from the run's recent past: robust z-scores of loss and gradient norm.
+"""Divergence of the latest steps: robust z-scores of loss and gradient norm.
 
 z = (value - median) / sigma, sigma = max(1.4826 MAD, a floor relative to the median), over the last 100 healthy steps.
-Only rises alarm. A level rises at once and falls by one after 20 calmer steps in a row. Thresholds: a normal law would
-pass 6 sigma once in 10^9 steps; measured losses and log norms have heavier tails, hence the distance.
+Only rises count. A level rises at once and falls by one after 20 calm steps in a row. Thresholds are wide, because
+measured losses and log norms have heavy tails.
 """
 
 import math

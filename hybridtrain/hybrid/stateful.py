@@ -1,6 +1,6 @@
-"""Saving and resuming: an object names the attributes that make up its state; how each is read follows from its type.
+"""Saving and resuming: an object declares the attributes of its state; each is restored by its type.
 
-That type is the annotation in the class body, else the type of what a fresh object holds. A state is numbers, strings,
+The type is the annotation in the class body, else that of a new object's value. A state is numbers, strings,
 None, tensors, and lists and dicts of them: what ``torch.load(weights_only=True)`` reads.
 """
 

@@ -1,6 +1,6 @@
 """Watches a run: the loss of each round (the K true steps between jumps) against its forecast, and divergence.
 
-Forecasters that encode the whole state of a training get statistics of the optimizer's moments too.
+Some forecasters also get statistics of the optimizer's moments.
 """
 
 import math

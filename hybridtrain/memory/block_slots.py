@@ -1,7 +1,7 @@
-"""Device places of packed blocks' stored weights: homes of resident blocks, slots that streamed ones share.
+"""Device memory of packed blocks' stored weights: own memory for resident blocks, shared slots for streamed ones.
 
-Every block has fixed places: its slot is its number among the streamed blocks modulo the number of slots, so no memory
-is allocated in steady state. A graph that outlives a visit finds its weights again where they were.
+A streamed block always uses the same slot (its number modulo the number of slots), so nothing is allocated in steady
+state, and autograd graphs that outlive a visit find their weights again.
 """
 
 from collections.abc import Sequence

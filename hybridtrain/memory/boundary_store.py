@@ -1,4 +1,4 @@
-"""Block inputs kept between forward and backward, on the device or below it. B batch, T sequence, D width."""
+"""Block inputs (boundaries) kept between forward and backward, on any tier. B batch, T sequence, D width."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Copies between the tiers: counted by the ledger, ordered by tickets, done by the transfer."""
+"""Copies between tiers: counted by the ledger, ordered by tickets, executed by the transfer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Copies on a CUDA card: one stream in, one stream out, ordered by events; files are read and written by a thread.
 
-Nothing orders these streams but events: torch's streams do not wait for the default one. The caching allocator hands a
-freed block to the compute stream at once, whatever a copy still does with it. So every tensor of a copy is held here
-until the compute stream waits for that copy, or for a later one of its stream.
+Only events order these streams: torch's streams do not wait for the default one. The caching allocator reuses a freed
+block on the compute stream at once, even if a copy still uses it. So a copy's tensor is held until the compute stream
+waits for that copy, or for a later one of its stream.
 """
 
 from collections import deque

@@ -3,8 +3,8 @@
 A file is opened without a name (O_TMPFILE), or unlinked at once: its space is freed with the last descriptor, after
 SIGKILL too. A forked child keeps it open.
 
-Reads and writes at offsets, no mmap: a failing disk gives an error, not a SIGBUS. Dropping pages from the cache after
-each write (posix_fadvise) brought no speed for 30 GiB on a machine of 23 GiB: the cache is left alone.
+Reads and writes use offsets instead of mmap, so that a failing disk raises an error, not SIGBUS. Dropping pages from
+the cache after each write (posix_fadvise) was not faster for 30 GiB on a machine with 23 GiB.
 """
 
 import errno

@@ -1,9 +1,8 @@
 # ruff: noqa: ARG002  a format ignores what of the protocol it has no use for
-"""Storage formats of exact float32 values: of optimizer state alone, of a weight together with its master weight.
+"""Storage formats of float32 values: of optimizer state, and of weights with their master weights.
 
-One file for every format. A format works on flat slices of P elements that begin at a multiple of 256, loads them as
-float32 and stores them back; nothing else in the project knows what is inside. Stochastic rounding draws from the
-device's global random stream, which the caller seeds.
+A format loads flat slices of P elements, which start at a multiple of 256, as float32, and stores them. Stochastic
+rounding draws from the device's global random stream, which the caller seeds.
 """
 
 from collections.abc import Iterator, Sequence

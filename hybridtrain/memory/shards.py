@@ -1,8 +1,8 @@
 """Sharding of parameters over ranks, and the exchange of ranges between them.
 
-The sum of a gradient is that of the ranks' own sums, added in the order of ranks whatever the collective. A parameter
-is cut into as many ranges as there are ranks, each of whole groups of 256 elements, which codes need; rank i owns
-range i. One process with ``DirectGroup(shares)`` adds and cuts likewise, which makes it equal to the bit.
+Gradients are summed per rank, then in the order of ranks, independent of the collective. A parameter is sharded into
+one range per rank, of whole groups of 256 elements; rank i owns range i. One process with ``DirectGroup(shares)`` does
+the same, and is bit-equal.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence

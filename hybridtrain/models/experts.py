@@ -1,8 +1,7 @@
-"""Feed-forward parts of which a router picks a few for each token (Shazeer et al., 1701.06538).
+"""Mixture of experts: a router picks a few feed-forward parts per token (Shazeer et al., 1701.06538).
 
-B batch, T sequence, M = B * T tokens, D width, E experts, S experts of a token, P = M * S rows, F feed-forward. Every
-size is the same wherever tokens go. Each sum has an order of its own on every device: rows come and go by permutations,
-no two of them are added by chance.
+B batch, T sequence, M = B * T tokens, D width, E experts, S experts of a token, P = M * S rows, F feed-forward. Sizes
+do not depend on the routing. Sums have a fixed order on every device, as rows are permuted, not added atomically.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Decoder families as data, one entry each: the parts of the decoder, and transformers' names. No torch.
 
-What one model has (sizes, windows, soft caps, angles) is in ``model_config.ModelConfig``. A family whose parts are all
-known is one more entry. Names of weights are those on disk: transformers 5 stacks experts in memory, and writes one
-tensor for each expert as transformers 4 did.
+Settings of a single model (sizes, windows, soft caps, angles) are in ``model_config.ModelConfig``. Weight names are
+those on disk: transformers 5 stacks experts only in memory.
 """
 
 from collections.abc import Mapping

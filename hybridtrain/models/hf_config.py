@@ -1,7 +1,7 @@
 """Model shapes from Hugging Face's ``config.json`` and back, as transformers 4 and 5 spell it.
 
-A key that transformers' own class of the family does not read is not read here either. Of a model that sees images
-too, the text part alone is read. Dropout of attention weights is passed over: no decoder here has it (ARCHITECTURE.md).
+Keys that transformers' class of the family ignores are ignored. Of a multimodal model only the text part is read.
+Attention dropout is ignored, as no decoder here has it.
 """
 
 import json

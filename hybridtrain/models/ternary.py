@@ -1,6 +1,6 @@
-"""Linear layers of three values, trained through them: BitNet b1.58 (2402.17764, 2410.16144).
+"""Linear layers with ternary weights: BitNet b1.58 (2402.17764, 2410.16144).
 
-x (..., D), weight (F, D). Both are rounded on the way in; the gradient passes the rounding as if it were not there.
+x (..., D), weight (F, D). Both are rounded, with straight-through gradients.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sources of a model's first values, other than its rule for random ones. P elements of a flat slice."""
+"""Sources of a model's initial values, other than random ones. P elements of a flat slice."""
 
 from typing import Protocol
 

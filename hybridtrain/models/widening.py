@@ -1,7 +1,7 @@
-"""Matrices that are stored as codes and have their values only while they are used.
+"""Matrices stored as codes, dequantized only while they are used.
 
-The parameter is bound to memory that others share. Autograd keeps only a reference to the weight: it is
-widened once more in the backward pass.
+The parameter uses memory shared with others. Autograd keeps only a reference, so it is dequantized again in the
+backward pass.
 """
 
 from collections.abc import Hashable, Iterator

@@ -1,6 +1,6 @@
-"""Optimizers: one file each, found by itself. They are a setting of training; their state's format is one of memory.
+"""Optimizers, one file each, discovered by ``kind``.
 
-A file is called after the ``kind`` of its optimizer, so that one that is asked for by kind is imported alone.
+A file's name is its optimizer's ``kind``, so that a lookup imports only that file.
 """
 
 from collections.abc import Iterator, Mapping

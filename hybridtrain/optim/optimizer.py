@@ -1,7 +1,7 @@
 """Base of optimizers: the state of a parameter, and the update of a slice. P elements of a slice.
 
-Where state and weights live and how they are stored is the memory plan's business: an optimizer loads float32 values,
-changes them and stores them back, and so runs resident, streamed or on the host, in any format.
+An optimizer only loads, changes and stores float32 values. The memory plan decides on placement and format, so that it
+runs resident, streamed or on the host.
 """
 
 from collections.abc import Sequence

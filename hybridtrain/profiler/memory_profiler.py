@@ -1,7 +1,6 @@
 """The memory profiler: a snapshot every n steps, for a report, a CSV file and metric loggers.
 
-With a card it costs one call into torch's allocator, one into NVML and one small file in /proc per snapshot; between
-snapshots a step costs a comparison.
+A snapshot costs a call to torch's allocator, one to NVML and a read in /proc; other steps cost a comparison.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""``hybridtrain train``: a model on the user's own text, every step logged, state saved, text sampled."""
+"""``hybridtrain train``: train a model on the user's text, with log, checkpoints and a sample."""
 
 import fcntl
 import os

@@ -3,13 +3,13 @@
     VirtualGpu         runs unmodified CUDA code of PyTorch; ``report()`` returns the card's memory and time
     estimate_memory    the same for a model and a batch, in one call
     StorageLedger      counts every storage, from its allocation to its release: a LedgerTrace
-    replay_on_card     a trace through a model of torch's caching allocator: allocated, active, reserved, out of memory
-    estimate_step      the time of a step, by a roofline with lanes for copies, processor and disk
-    CachingAllocator   that model by itself: malloc and free
-    find_card, Card    the catalogue (hardware.toml: a table for each card), or any card in a TOML file
-    build_snapshot     a memory snapshot for https://pytorch.org/memory_viz; ``build_trace`` one for Perfetto
+    replay_on_card     replays a trace in a model of torch's caching allocator: allocated, active, reserved, out of
+    memory estimate_step      the time of a step, by a roofline with lanes for copies, processor and disk
+    CachingAllocator   that model by itself: malloc and free find_card, Card    the catalogue (hardware.toml: a table
+    for each card), or any card in a TOML file build_snapshot     a memory snapshot for https://pytorch.org/memory_viz;
+    ``build_trace`` one for Perfetto
 
-Nothing here is imported before it is asked for: what a tensor is for (``TensorClass``) can be said without torch.
+Imports are lazy; ``TensorClass`` does not need torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""An ensemble's weights as one flat vector, with its own Adam and its own random numbers; and a forecaster with one.
+"""An ensemble with its own Adam and random stream, and a forecaster with one.
 
 Every weight has a leading dimension of members, so that the ensemble is one batched product, not a loop. E members,
 B rows, I inputs, O outputs. Adam after Kingma and Ba (1412.6980), gradients scaled down to a global norm.

@@ -1,4 +1,4 @@
-"""Prequential scores of forecasters: forecast, continue the run, compare; no future value is seen."""
+"""Prequential scores of forecasters: forecast, continue the run, compare; without look-ahead."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence

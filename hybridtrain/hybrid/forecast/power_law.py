@@ -1,4 +1,4 @@
-"""The loss as a law of the learning rates taken: a power law of their sum, less what annealing earned.
+"""The loss as a function of past learning rates: a power law of their sum, minus the gain of annealing.
 
 L = L0 + A S1^-alpha - C S2,  S1 = sum of lr,  S2 = sum of D_i with D_i = lambda D_(i-1) + (lr_(i-1) - lr_i)
 
@@ -7,7 +7,7 @@ the nats earned by annealing from peak to zero). L0, A and C solve weighted leas
 small grid, none of them negative; fits are averaged with their likelihoods. The multi-power law (2503.12811) makes S2
 a power of the later sum of lr; one run holds too little annealing to fit its two more exponents.
 
-What one run cannot tell early is C: cosine falls hardly at first. Its prior is a normal law around ``_ANNEAL_MEAN`` of
+Early in a run C is undetermined, as cosine hardly falls at first. Its prior is a normal law around ``_ANNEAL_MEAN`` of
 the present loss. B blocks of the history, G fits on the grid, J = 3 coefficients, H steps asked.
 """
 

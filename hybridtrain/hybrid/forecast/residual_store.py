@@ -1,4 +1,4 @@
-"""Past forecast errors and the states they were made in: a forecast is corrected by those of similar states.
+"""Past forecast errors with their states: a forecast is corrected by the errors of similar states.
 
 correction(x) = sum_n softmax(-d_n / temperature)_n r_n, where d_n is the mean over features of the squared difference
 of x and x_n in standard deviations of what is stored. N entries, F features.

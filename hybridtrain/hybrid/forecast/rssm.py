@@ -1,10 +1,10 @@
 """RSSM-lite: a recurrent state-space model of the run that corrects the exponential baseline.
 
-One tick of the model is a tick of ticks.py (25 steps). It is trained the way it is used: a few ticks with their
-features seen (posterior), then as many as the horizon needs with nothing seen but the actions, the learning rates
-(prior); the head answers the correction y of every unseen tick against the baseline of the last seen one. Members draw
-their own windows from a small replay. Random numbers come from its own generators only: training draws on one that is
-saved, a forecast on one that is made of seed and step, so that asking changes nothing.
+One tick of the model is a tick of ticks.py (25 steps). Training equals use: a few ticks with observed features
+(posterior), then as many as the horizon needs with actions only, the learning rates (prior); the head answers the
+correction y of every unseen tick against the baseline of the last seen one. Members draw their own windows from a small
+replay. Random numbers come from its own generators: training uses a saved one, a forecast one seeded by seed and step,
+so that forecasts change no state.
 
 Aleatoric is the head's deviation and the spread over sampled states; epistemic the spread of the members' means;
 entropy that of the last prior. Their sum's scale is calibrated as all are (base.py).

@@ -4,9 +4,9 @@
     posterior(z_t | h_t, e_t), prior(z_t | h_t): 32 categoricals of 32 classes;  y_t ~ head(h_t, z_t), Gaussian
 
 After DreamerV3 (2301.04104): 1 % of every categorical is uniform, samples pass gradients straight through, the KL
-divergence is balanced between prior and posterior with free nats. Unlike there the GRU sees features too (a run is too
-short to learn them through the categoricals alone), and they are not reconstructed: the loss is all that is asked.
-What is imagined without gradients, many ticks of advance, prior, sample and head, is one op of hybridkernels, rssm_gru.
+divergence is balanced between prior and posterior with free nats. Unlike there the GRU also gets the features, as a run
+is too short to learn them through the categoricals; they are not reconstructed, as only the loss is needed. The rollout
+without gradients (many ticks of advance, prior, sample and head) is the op rssm_gru of hybridkernels.
 
 E members, B rows, H = 256, Z = 32 * 32, F features, A actions, D widths of hidden layers.
 """

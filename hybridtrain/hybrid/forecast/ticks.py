@@ -1,11 +1,11 @@
 """A run in ticks of 25 steps: what the learned forecasters train on.
 
-Of each tick the replay keeps the encoded state at its end, its mean loss, its learning rate, and the level and trend of
-the exponential baseline (ema.py) at its end. The learned forecasters correct that baseline, relative to its level:
+The replay stores for each tick its final encoded state, mean loss, learning rate, and the final level and trend of the
+exponential baseline (ema.py). The learned forecasters correct that baseline, relative to its level:
 
 y_ij = gain (loss_(i+j) - base_ij) / level_i,  base_ij = level_i + trend_i reach((j - 1/2) ticks),  j >= 1;
 
-a model that knows nothing answers 0 and is the baseline. T ticks, F features.
+an untrained model answers 0 and equals the baseline. T ticks, F features.
 """
 
 from collections.abc import Sequence

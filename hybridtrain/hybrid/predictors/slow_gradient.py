@@ -1,4 +1,4 @@
-"""A jump along the slow average of the gradients: the one predictor with a measured gain over a tuned AdamW."""
+"""A jump along the slow average of the gradients: the only predictor with a measured gain over a tuned AdamW."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""The base of weight predictors, which have a file each. P predicted steps, K true steps of a block."""
+"""Base class of weight predictors. P predicted steps, K true steps of a round."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

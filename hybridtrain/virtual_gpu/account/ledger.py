@@ -1,7 +1,7 @@
 """A ledger of every storage: its allocator, purpose, bytes and lifetime.
 
 It watches the dispatcher, so it sees the same ops on meta tensors (a dry run), on the CPU (a run with real arithmetic)
-and on CUDA. The rule not to break: storages are watched through weak references, and the ledger never keeps one alive.
+and on CUDA. Invariant: storages are watched through weak references; the ledger keeps none alive.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""Repeated work: without values its recorded effect replaces it.
+"""Repeated work, whose recorded effect is replayed in dry runs.
 
 Blocks are equal, so a dry run computes one of them and repeats its record for the others. A piece is relative: its
 storages count from its first; those that it frees of an earlier piece have lower numbers.

@@ -88,7 +88,7 @@ def int8_quantize(
         static: Use ``scales_G`` (finite, 0 or more) as given; larger values are clamped to +-127 scales.
 
     Raises:
-        ValueError: a dtype, size or layout is another than these.
+        ValueError: a dtype, size or layout is not supported.
     """
     _check(values_P, codes_P, scales_G)
     _int8_quantize(values_P, codes_P, scales_G, stochastic, static)

@@ -51,7 +51,7 @@ def nf4_quantize(values_P: Tensor, codes: Tensor, scale_codes: Tensor, scales: T
         mean: float32, (1,).
 
     Raises:
-        ValueError: a dtype, size or layout is another than these.
+        ValueError: a dtype, size or layout is not supported.
     """
     _check(values_P, codes, scale_codes, scales, mean)
     _nf4_quantize(values_P, codes, scale_codes, scales, mean)

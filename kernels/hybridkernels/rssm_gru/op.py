@@ -1,4 +1,4 @@
-"""Several ticks of a recurrent state-space model's imagined path as one op, without gradients.
+"""Rollout of a recurrent state-space model, several ticks as one op without gradients.
 
 Legend: reference.py.
 """

@@ -1,4 +1,4 @@
-"""The imagined path of a recurrent state-space model in plain torch: a GRU and its categorical prior, unseen.
+"""Rollout of a recurrent state-space model in plain torch: a GRU and its categorical prior.
 
     h_t = GRU(h_(t-1), silu(mix(z_(t-1)) + action(a_t)))   and + seen(x) in the first tick, where features x are given
     z_t ~ prior(h_t): categoricals, each (1 - u) softmax(logits) + u / classes with u = 1 %
