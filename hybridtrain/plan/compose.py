@@ -87,4 +87,4 @@ def _refuse_twice(stack: Sequence[Optimization]) -> None:
     kinds = [optimization.kind for optimization in stack]
     for kind in kinds:
         if kinds.count(kind) > 1:
-            raise PlanConflictError(f"'{kind}' is {kinds.count(kind)} times in the stack; keep one of them.")
+            raise PlanConflictError(f"'{kind}' appears {kinds.count(kind)} times in the stack; keep one of them.")

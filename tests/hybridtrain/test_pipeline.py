@@ -125,8 +125,8 @@ def test_what_stages_cannot_do_is_refused(world: int, stack: tuple[Optimization,
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
-        (Zero(stage=1), "zero has nothing to cut"),
-        (FusedUpdate(), "before another stage has said"),
+        (Zero(stage=1), "zero has nothing to shard;"),
+        (FusedUpdate(), "before the others have checked"),
         (
             GradAccumulation(grad_accum_steps=4, schedule="vertical", visit_micro_batches=2),
             "stages wait for each other",

@@ -211,12 +211,12 @@ def test_what_ranks_cannot_do_is_refused_with_its_reason(name: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "reason"),
     [
-        ((Zero(stage=1), OptimizerOffload(update_on="host")), "the processor updates whole parameters"),
+        ((Zero(stage=1), OptimizerOffload(update_on="host")), "the host need whole parameters"),
         ((Zero(stage=3),), "add weight_streaming"),
-        ((Zero(), Int8Weights(dynamic_range=DynamicRange.TENSOR)), "shares no range with the others"),
-        ((Zero(stage=3), WeightStreaming(), Lora()), "lora freezes them"),
-        ((Zero(stage=3, prefetch=2), WeightStreaming()), "zero_prefetch: 2 blocks are gathered ahead"),
-        ((Zero(stage=3, prefetch=1), WeightStreaming(tier="disk")), "a file is awaited before it is gathered"),
+        ((Zero(), Int8Weights(dynamic_range=DynamicRange.TENSOR)), "cannot share one range;"),
+        ((Zero(stage=3), WeightStreaming(), Lora()), "lora freezes;"),
+        ((Zero(stage=3, prefetch=2), WeightStreaming()), "zero_prefetch: 2 needs zero's"),
+        ((Zero(stage=3, prefetch=1), WeightStreaming(tier="disk")), "weights on disk cannot be gathered ahead;"),
     ],
 )
 def test_a_plan_that_cannot_be_cut_is_refused(stack: tuple[Optimization, ...], reason: str) -> None:

@@ -265,7 +265,7 @@ def test_a_stack_that_contradicts_itself_is_a_wrong_file_and_named(command: Comm
         file.write('\n[[optimizations]]\nkind = "int8_optimizer"\n')
     assert command(verb, "mine") == 2
     assert "lean" in command.err
-    assert "'int8_optimizer' stands 2 times in the stack; keep one of them." in command.err
+    assert "'int8_optimizer' appears 2 times in the stack; keep one of them." in command.err
 
 
 def test_a_training_file_that_contradicts_itself_is_a_wrong_file_and_named(command: Command) -> None:
@@ -273,7 +273,7 @@ def test_a_training_file_that_contradicts_itself_is_a_wrong_file_and_named(comma
         file.write('[[optimizations]]\nkind = "int8_optimizer"\n' * 2)
     assert command(*train()) == 2
     assert "train.toml" in command.err
-    assert "'int8_optimizer' stands 2 times" in command.err
+    assert "'int8_optimizer' appears 2 times" in command.err
 
 
 @pytest.mark.parametrize("figure", ["0", "-3", "two", "2.5", ""])
