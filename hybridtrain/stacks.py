@@ -22,7 +22,7 @@ RESULTS = Path("results")
 
 
 def name_faults(name: str) -> list[str]:
-    """Return a fault for a name that cannot be a file's: records, baselines, tables and plots are called after it."""
+    """Return a fault for a name that is not a valid file name, as records, tables and plots use it."""
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         return []
     return [f"name: '{name}' must consist of letters, digits, '.', '_' and '-', and begin with a letter or digit"]
@@ -114,7 +114,7 @@ class StackFiles:
 
 
 def stack_folder(folder: Path | None) -> StackFiles:
-    """Return the files of a folder that was named, or of the default one.
+    """Return the files of a given or the default folder.
 
     Raises:
         ConfigError: there is no such folder.

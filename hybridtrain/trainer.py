@@ -37,7 +37,7 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.observer import MemoryObserver, NullObserver, Stage
 
 _CLIP_EPS = 1e-6
-"""torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; the same here, to the bit."""
+"""torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; here too, bit-exactly."""
 _DROPOUT_STREAM, _UPDATE_STREAM, _BORDER_STREAM = 0, 1, 2
 
 
@@ -126,9 +126,9 @@ class Trainer(PlanEngine):
                 self.stages.pass_tied()
 
     def enter_phase(self, phase: Phase) -> None:
-        """Switch to the plan of ``phase``: it decides all storage and the course of steps.
+        """Switch to the plan of ``phase``.
 
-        What FULL trains comes back to the bit; plans that could not are refused by ``compose``.
+        Trained values are restored bit-exactly in FULL; ``compose`` rejects plans that could not.
         """
         if phase is self.phase:
             return
@@ -168,9 +168,9 @@ class Trainer(PlanEngine):
         Args:
             batches: One per accumulation step; with several ranks this one's, ``grad_accum_steps`` / world in order; in
                 a pipeline all of them.
-            hook: What is done to every slice of a parameter right after its update; None: what the optimizer says.
+            hook: Work on every slice of a parameter right after its update; None: the optimizer's.
             limits: Loss and gradient norm beyond which the step is refused.
-            lr_factor: Of the scheduled learning rate.
+            lr_factor: Factor of the scheduled learning rate.
 
         Raises:
             SpikeError: a limit is exceeded; nothing was applied, as with ``DivergenceError``.

@@ -103,7 +103,7 @@ def _weight(
     if state.master_weight is not None:
         master = _saved(name, state.master_weight, shape, _cuts(shards, prod(shape)), shards)
     if isinstance(storage, Split16Master):
-        assert master is not None, "a split master is always kept"
+        assert master is not None, "a split16 weight without a master"
         read, is_shared = partial(_joined, storage, upper.read, master.read), upper.is_shared or master.is_shared
         yield replace(upper, shape=shape, dtype=torch.float32, read=read, is_shared=is_shared)
         return

@@ -200,7 +200,7 @@ class _Decoder:
     def _object(self, cls: type, value: object, path: str) -> object:
         if not isinstance(value, Mapping):
             return self._wrong(cls, value, path)
-        assert is_dataclass(cls), f"{path}: {cls.__name__} is registered as a kind but is no dataclass"
+        assert is_dataclass(cls), f"{path}: {cls.__name__} is registered as a kind but is not a dataclass"
         hints = hints_of(cls)
         known = {field.name: field for field in fields(cls) if field.init}
         value = self._with_preset(cls, self._renamed(cls, value, path), path)

@@ -87,8 +87,8 @@ def corpus_of_documents(documents: Mapping[str, bytes], *, name: str, source: st
     """Return documents as byte tokens, a NUL byte after each, in the order of a hash of their path.
 
     A document is held out for validation when the hash of its path, of several with the same content the first one's,
-    falls into the lowest tenth. When that holds for none, the one nearest to it is held out; when there is one document
-    only, its last tenth.
+    falls into the lowest tenth. If that selects none, the document nearest to it is held out; of a single
+    document the last tenth.
 
     ``documents`` has contents, which are not empty, by relative POSIX path. Raises ``DataError`` for too little text.
     """

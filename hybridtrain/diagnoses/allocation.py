@@ -76,7 +76,7 @@ class FailedAllocation:
 
     @property
     def is_limited(self) -> bool:
-        """Whether a memory limit, not the card, refused it."""
+        """Whether a memory limit, not the card, was exceeded."""
         return self.allowed is not None and (self.reserved or self.allocated or 0) + self.asked > self.allowed
 
     @property

@@ -150,7 +150,7 @@ def upload_batch(batch: TokenBatch, transfer: Transfer, *, marks_padding: bool =
 
 
 def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
-    """Return the mean over all targets of micro-batches, given that of each and its number of targets."""
+    """Return the mean over all targets, given each micro-batch's mean and number of targets."""
     if len(set(counts)) == 1:
         return sum(losses) / len(losses)
     return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)

@@ -207,7 +207,7 @@ def write(weight: WeightSlice, observer: MemoryObserver, *, nearest: bool = Fals
 
 
 def take_slices(slots: Sequence[StateSlot], tensors: list[Tensor], count: int) -> list[StateSlice]:
-    """Return slices of slots, whose tensors come first in ``tensors`` and are taken from it; small ones are whole."""
+    """Take the slots' tensors from the front of ``tensors``; return their slices (small ones are whole)."""
     return [
         slot.slice_of([tensors.pop(0) for _ in slot.specs], count) if slot.is_elementwise else whole_slice(slot)
         for slot in slots

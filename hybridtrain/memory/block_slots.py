@@ -238,6 +238,6 @@ def host_parts(layout: StoredLayout, buffer: TierBuffer) -> list[StoredWeight] |
     """Return the stored tensors in a buffer of host memory, by parameter; None in a dry run."""
     if buffer.content is None:
         return None
-    assert isinstance(buffer.content, HostBytes), "the processor works on host memory"
+    assert isinstance(buffer.content, HostBytes), "host tensors without memory"
     with _disable_current_modes():  # host memory is not the ledger's
         return layout.views(buffer.content.tensor)

@@ -43,7 +43,7 @@ class ScriptError(HybridTrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualRun:
-    """Memory and time of a script on the card that it asked for."""
+    """Memory and time of a script on a virtual card."""
 
     script: str
     gpu: VirtualGpu
@@ -128,7 +128,7 @@ class VirtualRun:
             yield f"WARNING: {len(without_gradient)} trainable parameters got no gradient, as in {names}"
         refusals = self.basis.refusals[1:]
         if refusals:
-            yield "refused by the virtual card, too, and caught by the script:"
+            yield "other errors of the virtual card that the script caught:"
             yield from (f"  {text}" for text in refusals[:_REFUSALS_SHOWN])
             if len(refusals) > _REFUSALS_SHOWN:
                 yield f"  and {len(refusals) - _REFUSALS_SHOWN} more (--json lists them)"
@@ -148,12 +148,12 @@ class VirtualRun:
 def run_script(
     command: Sequence[str], gpu: VirtualGpu, *, host_memory_bytes: int | None, quiet: bool = False
 ) -> VirtualRun:
-    """Run a script on a virtual card to its end, to the last iteration asked for, or to the request that is refused.
+    """Run a script on a virtual card to its end, to the last requested iteration, or to an out-of-memory error.
 
     Args:
         command: A Python file, ``-m`` and a module, or a launcher; then the script's own arguments.
         gpu: The card, not entered yet.
-        host_memory_bytes: Of the machine around the card; None: as much as is asked for.
+        host_memory_bytes: Host memory of the machine; None: unlimited.
         quiet: Send what the script prints to standard error.
 
     Raises:
@@ -201,6 +201,4 @@ def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
             raise ScriptError(name, error) from error
         if error.code not in {None, 0}:
             told = "".join(f" {text}" for text in gpu.ledger.seen.refusals[-1:])
-            raise ConfigError(
-                "virtual", [f"{name}: the script ended by itself with code {error.code}.{told}"]
-            ) from error
+            raise ConfigError("virtual", [f"{name}: the script exited with code {error.code}.{told}"]) from error

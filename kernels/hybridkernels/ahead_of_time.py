@@ -49,7 +49,7 @@ class CompileCase:
     def of(
         cls, name: str, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], **options: Any
     ) -> "CompileCase":
-        """Return a case whose arguments are those without a constant; one whose type is not given is a ``*fp32``."""
+        """Return a case; arguments are those without a constant, of type ``*fp32`` by default."""
         arguments = {key: types.get(key, "*fp32") for key in kernel.arg_names if key not in constants}
         return cls(name=name, kernel=kernel, arguments=arguments, constants=constants, **options)
 
@@ -69,7 +69,7 @@ class KernelResources:
 
 
 def compile_cases(capability: int, kernels: tuple[str, ...] = KERNELS) -> Iterator[CompileCase]:
-    """Yield the cases of every kernel for a compute capability, as 90."""
+    """Yield the cases of every kernel for a compute capability, for example 90."""
     for kernel in kernels:
         yield from import_module(f"hybridkernels.{kernel}.triton_kernel").compile_cases(capability)
 

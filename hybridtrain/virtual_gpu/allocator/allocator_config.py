@@ -45,7 +45,7 @@ class AllocatorConfig:
     """Fraction of the capacity above which old cached segments are released before new ones are allocated; 0: off."""
 
     def __post_init__(self) -> None:
-        """Refuse what torch refuses."""
+        """Check the settings as torch does."""
         _require_whole_mib("large_segment_size", self.large_segment_size)
         if self.large_segment_size <= MIN_LARGE_BYTES:
             raise ValueError(

@@ -37,7 +37,7 @@ class CardRun:
 
     @property
     def oom(self) -> OutOfMemory | None:
-        """The refused request, if any."""
+        """The request that ran out of memory, if any."""
         return self.capped.oom
 
     @property

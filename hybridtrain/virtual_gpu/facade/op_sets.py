@@ -28,7 +28,7 @@ ANY_ALL = frozenset({_ATEN.any.default, _ATEN.all.default, _ATEN._is_any_true.de
 FINITE_ANSWERS = {_ATEN.isnan: False, _ATEN.isinf: False, _ATEN.isfinite: True}
 """Answers of ops that test for NaN and infinity, for unknown values."""
 FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default})
-"""Ops that overwrite all values; schemas do not tell that they read none."""
+"""Ops that overwrite all values without reading them, which schemas do not show."""
 WORKSPACES = {
     **dict.fromkeys((_ATEN.convolution, _ATEN.convolution_backward), "workspaces of cuDNN's convolutions"),
     **dict.fromkeys((_ATEN._fft_c2c, _ATEN._fft_r2c, _ATEN._fft_c2r), "workspaces of cuFFT"),

@@ -38,7 +38,7 @@ class Nf4Sizes:
 
     @classmethod
     def of(cls, num_values: int) -> "Nf4Sizes":
-        """Return those of this many values."""
+        """Return the lengths for this many values."""
         groups = -(-num_values // GROUP_SIZE)
         return cls(-(-num_values // 2), groups, -(-groups // SCALE_GROUP_SIZE))
 

@@ -83,7 +83,7 @@ def _stored(values: Tensor | None, scale: Tensor | None) -> Stored | None:
 
 
 def require_moments(moments: Sequence[Moments]) -> None:
-    """Refuse moments that do not fit together.
+    """Raise an error for moments that do not fit together.
 
     Raises:
         ValueError: there are none, or sizes, dtypes, devices or memory layouts do not fit.

@@ -163,7 +163,7 @@ def append_executed(records: Path, run: ExecutedRun) -> Path:
 
 
 def read_executed(records: Path) -> list[ExecutedRun]:
-    """Return all runs, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all runs, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / _FILE, ExecutedRun)
 
 

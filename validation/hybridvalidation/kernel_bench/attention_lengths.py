@@ -171,7 +171,7 @@ def append_attention(records: Path, record: AttentionRecord) -> Path:
 
 
 def read_attention(records: Path) -> list[AttentionRecord]:
-    """Return all records, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all records, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / _FILE, AttentionRecord)
 
 

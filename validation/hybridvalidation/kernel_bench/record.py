@@ -86,7 +86,7 @@ def append_kernel(records: Path, record: KernelRecord) -> Path:
 
 
 def read_kernels(records: Path) -> list[KernelRecord]:
-    """Return all records, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all records, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / KERNELS_FILE, KernelRecord)
 
 

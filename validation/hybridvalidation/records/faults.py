@@ -29,5 +29,5 @@ def append_faults(records: Path, record: FaultRecord) -> Path:
 
 
 def read_faults(records: Path) -> list[FaultRecord]:
-    """Return all campaigns, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all campaigns, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / _FILE, FaultRecord)

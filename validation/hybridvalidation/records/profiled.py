@@ -62,5 +62,5 @@ def append_profiled(records: Path, record: ProfilerRecord) -> Path:
 
 
 def read_profiled(records: Path) -> Sequence[ProfilerRecord]:
-    """Return all runs, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all runs, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / _FILE, ProfilerRecord)

@@ -354,7 +354,7 @@ class LadderTrial(Trial):
 
 
 def run_ladder_job(job: LadderJob) -> LadderRecord:
-    """Train once on one thread and return the record; a run that diverges is an outcome."""
+    """Train once on one thread and return the record; divergence is an outcome."""
     torch.set_num_threads(1)
     ladder, run, header, begin = job.ladder, job.run, begin_header(), time.process_time()
     own, size, corpus = ladder.configuration(run.arm), ladder.size(run.rung), pinned_corpus(TEXT)

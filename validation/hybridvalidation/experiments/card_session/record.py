@@ -155,5 +155,5 @@ class EvidenceRecord(Record):
 
 
 def read_evidence(records: Path) -> list[EvidenceRecord]:
-    """Return all records, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all records, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / EVIDENCE_FILE, EvidenceRecord)
