@@ -1,6 +1,6 @@
 """Rules of the virtual GPU for the kernels' ops: the scratch of their CUDA versions.
 
-Importing this registers the rules; ``hybridtrain.models`` does, so whatever trains is counted by them.
+Importing this module registers the rules, as ``hybridtrain.models`` does.
 """
 
 from collections.abc import Sequence

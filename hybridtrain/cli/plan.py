@@ -227,7 +227,7 @@ def fit(
 
     Exit code 1 when nothing fits.
 
-    Example: hybridtrain fit llama-7b --card rtx-4090 --host-memory 64GiB --write ways/
+    Example: hybridtrain fit llama-7b --card rtx-4090 --host-memory 64GiB --write options/
 
     Args:
         seq: Tokens per sequence; default: 2048, or the model's maximum if that is less.

@@ -33,7 +33,7 @@ from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS
 from hybridtrain.virtual_gpu.allocator.reserved_range import reserved_range
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
-from hybridtrain.virtual_gpu.cards.roofline import Bound
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
@@ -99,7 +99,7 @@ class TrainingOption:
     fits: bool
     tokens_per_s: float | None = None
     """None: it does not fit."""
-    bound: Bound | None = None
+    bound: Bottleneck | None = None
     run: DryRun | None = None
     """The same option, every block; of many micro-batches the first."""
     micro_batches_run: int = 0
@@ -414,7 +414,7 @@ def _with_resident_blocks(request: FitRequest, option: TrainingOption, free_shar
     """Return the option with as many blocks on the card as there is room for, where the step waits for the bus."""
     candidate, run = option.candidate, option.run
     assert run is not None, "the option was run"
-    waits = run.time.seconds_by_bound.get(Bound.TRANSFER, 0.0) > _WAITS * run.time.seconds
+    waits = run.time.seconds_by_bound.get(Bottleneck.TRANSFER, 0.0) > _WAITS * run.time.seconds
     if not candidate.arrangement.streams or not waits:
         return option
     room = (1 - free_share - _SHORT_RUN_SLACK) * request.card.memory_bytes - option.device_bytes - option.margin_bytes

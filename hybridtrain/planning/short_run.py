@@ -28,12 +28,12 @@ from hybridtrain.planning.dry_runs import DryRun, on_links, record_steps
 from hybridtrain.planning.plan_bytes import PlanBytes, bytes_of
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.account.lean_meta import lean_meta_rules
+from hybridtrain.virtual_gpu.account.lean_meta import bypass_meta_wrappers
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.allocator.replay import replay_trace
 from hybridtrain.virtual_gpu.cards.card import Card
-from hybridtrain.virtual_gpu.cards.roofline import Bound, TimedOp, estimate_step
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck, TimedOp, estimate_step
 
 _BLOCKS = 3
 """Two recomputed ones, and one that keeps its activations."""
@@ -68,7 +68,7 @@ class _Passes:
         empty = np.zeros((size, length), dtype=np.int64)
         batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
         transfer, ledger = VirtualTransfer(), StorageLedger()
-        with lean_meta_rules(), ledger:
+        with bypass_meta_wrappers(), ledger:
             config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
             trainer = Trainer(self.model, plan, config, transfer, ledger, group=_group_of(request))
             ledger.begin_step()
@@ -124,7 +124,7 @@ class _PassTimes:
 
 class _Update(NamedTuple):
     seconds_per_param: float
-    bound: Bound
+    bound: Bottleneck
 
 
 class ShortRuns:
@@ -160,7 +160,7 @@ class ShortRuns:
     def update_time(self, request: FitRequest, level: Numerics, arrangement: Arrangement) -> _Update:
         """Return the time of an update on the request's card."""
         if _is_frozen(level):
-            return _Update(0.0, Bound.OPTIMIZER)  # of a hundredth of the parameters
+            return _Update(0.0, Bottleneck.OPTIMIZER)  # of a hundredth of the parameters
         model = replace(request.model, num_blocks=_UPDATED_BLOCKS, vocab_size=_FEW_WORDS)
         if block_params(model) > _MANY_PARAMS:
             model = replace(model, ffn_width=min(model.ffn_width, model.width))
@@ -201,7 +201,7 @@ def _update_time(request: FitRequest, model: ModelConfig, arrangement: Arrangeme
         end = timed.start_s + timed.duration_s
         seconds += end - clock if timed.op.stage is Stage.UPDATE and timed.op.unit == measured else 0.0
         clock = end
-    by_bound = {b: s for b, s in time.seconds_by_bound.items() if b not in {Bound.COMPUTE, Bound.MEMORY}}
+    by_bound = {b: s for b, s in time.seconds_by_bound.items() if b not in {Bottleneck.COMPUTE, Bottleneck.MEMORY}}
     return _Update(seconds / block_params(model), max(by_bound, key=lambda bound: by_bound[bound]))
 
 
@@ -226,18 +226,18 @@ class ShortRun:
         """Return the seconds of a whole step."""
         return self._passing(kept) + self._updating
 
-    def bound(self, kept: int) -> Bound:
+    def bound(self, kept: int) -> Bottleneck:
         """Return the bottleneck of a step."""
         passing, by_bound = self._passing(kept), self._times.by_bound
         share = passing / sum(by_bound.values())
-        parts = defaultdict[Bound, float](float, {b: share * s for b, s in by_bound.items()})
+        parts = defaultdict[Bottleneck, float](float, {b: share * s for b, s in by_bound.items()})
         parts[self._update.bound] += self._updating
         return max(parts, key=lambda bound: parts[bound])
 
     def computing(self, kept: int) -> float:
         """Return the seconds of a step in which the card computes or moves its own memory, update apart."""
         by_bound = self._times.by_bound
-        busy = sum(by_bound.get(bound, 0.0) for bound in (Bound.COMPUTE, Bound.MEMORY))
+        busy = sum(by_bound.get(bound, 0.0) for bound in (Bottleneck.COMPUTE, Bottleneck.MEMORY))
         return self._passing(kept) * busy / sum(by_bound.values())
 
     @property

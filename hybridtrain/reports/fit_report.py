@@ -109,7 +109,7 @@ class FitReport:
         return (
             f"hybridtrain fit {quote(self._model)} --card {quote(str(self.arguments.card))} {cards}"
             f"--host-memory {memory} --seq {self.request.seq_len} "
-            f"--tokens-per-step {self.request.tokens_per_step} --write ways/"
+            f"--tokens-per-step {self.request.tokens_per_step} --write options/"
         )
 
     @property

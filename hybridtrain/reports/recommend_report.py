@@ -18,16 +18,16 @@ from hybridtrain.sizes import parse_size
 from hybridtrain.stacks import Stack
 from hybridtrain.units import GB, MIB, format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, FitVerdict
-from hybridtrain.virtual_gpu.cards.roofline import Bound
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 
 _ADVICE = {
-    Bound.COMPUTE: "arithmetic: only a faster card, less recomputation (more room on the card) or 8-bit matmuls help",
-    Bound.MEMORY: "bandwidth of the card's memory: fused kernels help",
-    Bound.TRANSFER: "the bus: more tokens per step or larger micro-batches hide more of it",
-    Bound.OPTIMIZER: "the update: more tokens per step make it rarer",
-    Bound.HOST: "the processor: update on the device",
-    Bound.DISK: "the drive: more host memory, or more tokens per step",
-    Bound.LINK: "the link to other cards: more tokens per step hide more of it",
+    Bottleneck.COMPUTE: "arithmetic: only a faster card, less recomputation (more room on it) or 8-bit matmuls help",
+    Bottleneck.MEMORY: "bandwidth of the card's memory: fused kernels help",
+    Bottleneck.TRANSFER: "the bus: more tokens per step or larger micro-batches hide more of it",
+    Bottleneck.OPTIMIZER: "the update: more tokens per step make it rarer",
+    Bottleneck.HOST: "the processor: update on the device",
+    Bottleneck.DISK: "the drive: more host memory, or more tokens per step",
+    Bottleneck.LINK: "the link to other cards: more tokens per step hide more of it",
 }
 
 

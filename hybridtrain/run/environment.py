@@ -1,4 +1,4 @@
-"""Where a record was made: machine, libraries, commit."""
+"""Provenance of a record: machine, libraries, commit."""
 
 import os
 import platform
@@ -30,7 +30,7 @@ class Environment:
     allocator_conf: str
     """PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF."""
     commit: str
-    """Of the project's checkout, empty outside of one."""
+    """Commit of the project's checkout; empty outside of one."""
     dirty: bool
 
 
@@ -53,7 +53,7 @@ def read_environment() -> Environment:
 
 
 def is_checkout() -> bool:
-    """Return whether this program is files of a git repository, not packages that were installed inside of one."""
+    """Return whether this program runs from a git checkout, not from installed packages."""
     return bool(_git("ls-files", "hybridtrain/__init__.py"))
 
 
@@ -87,7 +87,7 @@ def _git(*arguments: str) -> str:
 
 
 def package_version(package: str) -> str:
-    """Return an installed package's version, empty without it."""
+    """Return an installed package's version; empty if absent."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""``hybridtrain virtual``: a script that wants a card, unmodified, on one that is not there."""
+"""``hybridtrain virtual``: an unmodified script that needs a card, on a virtual one."""
 
 import sys
 import traceback
@@ -22,7 +22,7 @@ from hybridtrain.reports.card_report import (
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
-from hybridtrain.virtual_gpu.facade.basis import Basis, growth_text
+from hybridtrain.virtual_gpu.facade.basis import PlanBasis, growth_text
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.estimate import by_module
 from hybridtrain.virtual_gpu.facade.launchers import missing_script, python_command
@@ -33,26 +33,26 @@ _RUNNER = "<frozen runpy>"
 
 
 class ScriptError(HybridTrainError):
-    """A script ended in an error of its own: its traceback, without our frames, is what its author needs."""
+    """The script raised an error of its own; the message has its traceback without our frames."""
 
     def __init__(self, name: str, error: Exception) -> None:
         told = traceback.TracebackException.from_exception(error)
         ours = max((n for n, frame in enumerate(told.stack) if frame.filename == _RUNNER), default=-1)
         del told.stack[: ours + 1]
-        super().__init__(f"{name} ended in an error of its own.\n{''.join(told.format()).rstrip()}")
+        super().__init__(f"{name} raised an error of its own.\n{''.join(told.format()).rstrip()}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualRun:
-    """Memory and time of a script on the card that it asked for."""
+    """Memory and time of a script on a virtual card."""
 
     script: str
     gpu: VirtualGpu
     run: CardRun
-    basis: Basis
+    basis: PlanBasis
     host_memory_bytes: int | None
     reserved: ReservedRange | None
-    """By how much reserved bytes move when a run is not quite this one; None of a run that grows with each step."""
+    """Effect of small changes of the run on reserved bytes; None if memory grows with each step."""
 
     @property
     def fits(self) -> bool:
@@ -79,7 +79,7 @@ class VirtualRun:
             "tokens_per_s": None,
             "bound": run.bound.value if self.fits else None,
             "fitting_stacks": None,
-            "stand_ins": list(map(asdict, self.gpu.stand_ins())),
+            "placeholders": list(map(asdict, self.gpu.placeholders())),
             "without_gradient": list(self.gpu.without_gradient),
             "basis": self.basis.as_mapping(),
         }
@@ -120,7 +120,7 @@ class VirtualRun:
     def _caveats(self) -> list[str]:
         """Return why the verdict may be another on a real card."""
         basis, run = self.basis, self.run
-        found = basis.worth(fits=self.fits)
+        found = basis.caveats(fits=self.fits)
         free = run.card.memory_bytes - run.device_used_bytes
         if basis.growth is not None and self.fits:
             found.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
@@ -132,14 +132,14 @@ class VirtualRun:
         return found
 
     def _remarks(self, *, explain: bool) -> Iterator[str]:
-        stand_ins, without_gradient = self.gpu.stand_ins(), self.gpu.without_gradient
-        if explain and stand_ins:
+        placeholders, without_gradient = self.gpu.placeholders(), self.gpu.without_gradient
+        if explain and placeholders:
             yield "placeholder values that the script read (nothing was computed):"
-            for use in stand_ins:
+            for use in placeholders:
                 yield f"  {use.where}: {use.op}, {use.rule}" + (f", {use.times} times" if use.times > 1 else "")
-        elif stand_ins:
-            places = ", ".join(f"{use.where} ({use.rule})" for use in stand_ins[:_PLACES_SHOWN])
-            more = len(stand_ins) - _PLACES_SHOWN
+        elif placeholders:
+            places = ", ".join(f"{use.where} ({use.rule})" for use in placeholders[:_PLACES_SHOWN])
+            more = len(placeholders) - _PLACES_SHOWN
             yield f"placeholder values read at {places}" + (f" and {more} more places (--explain)" if more > 0 else "")
         if without_gradient:
             names = ", ".join(sorted(set(without_gradient))[:3])
@@ -167,12 +167,12 @@ def _by_list(sizes: Mapping[str, int]) -> dict[str, int]:
 def run_script(
     command: Sequence[str], gpu: VirtualGpu, *, host_memory_bytes: int | None, quiet: bool = False
 ) -> VirtualRun:
-    """Run a script on a virtual card to its end, to the last iteration asked for, or to the request that is refused.
+    """Run a script on a virtual card to its end, to the last requested iteration, or to an out-of-memory error.
 
     Args:
         command: A Python file, ``-m`` and a module, or a launcher; then the script's own arguments.
         gpu: The card, not entered yet.
-        host_memory_bytes: Of the machine around the card; None: as much as is asked for.
+        host_memory_bytes: Host memory of the machine; None: unlimited.
         quiet: Send what the script prints to standard error.
 
     Raises:
@@ -220,6 +220,4 @@ def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
             raise ScriptError(name, error) from error
         if error.code not in {None, 0}:
             told = "".join(f" {text}" for text in gpu.ledger.seen.refusals[-1:])
-            raise ConfigError(
-                "virtual", [f"{name}: the script ended by itself with code {error.code}.{told}"]
-            ) from error
+            raise ConfigError("virtual", [f"{name}: the script exited with code {error.code}.{told}"]) from error

@@ -1,4 +1,4 @@
-"""Weights that take no disk and no memory, for scripts that call ``from_pretrained`` under a virtual card."""
+"""Weight files without data, for scripts that call ``from_pretrained`` under a virtual card."""
 
 import json
 from importlib import import_module
@@ -32,20 +32,20 @@ def write_dummy_model(folder: Path) -> tuple[list[Path], torch.dtype]:
 
 
 def write_dummy_weights(folder: Path) -> tuple[list[Path], torch.dtype]:
-    """Write beside a model's ``config.json`` the files that ``from_pretrained`` of transformers looks for.
+    """Write weight files for transformers' ``from_pretrained`` beside a model's ``config.json``.
 
-    Their headers and lengths are those of real weights, in the type that the configuration names, float32 where it
-    names none, as transformers has it; they read as zeros and take no disk. The configuration stays as it is.
+    Headers and lengths equal real ones, in the configuration's dtype (default float32, as in transformers). They are
+    sparse files that read as zeros. The configuration is not changed.
 
     Returns:
-        The files of weights, and their type.
+        The weight files, and their dtype.
 
     Raises:
-        ConfigError: transformers is missing, there is no usable configuration, or there are weights already.
+        ConfigError: transformers is missing, the configuration is unusable, or weights exist already.
     """
     config_file = folder / "config.json"
     if find_spec("transformers") is None:
-        raise ConfigError("dummy-weights", ["transformers: not installed; run pip install transformers."])
+        raise ConfigError("dummy-weights", ["transformers is not installed; run pip install transformers."])
     if not config_file.is_file():
         fault = (
             f"{config_file}: no such file; put the model's config.json there (a few kB, from its hub), or name a new "
@@ -54,7 +54,7 @@ def write_dummy_weights(folder: Path) -> tuple[list[Path], torch.dtype]:
         raise ConfigError("dummy-weights", [fault])
     there = [path.name for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))]
     if there:
-        raise ConfigError("dummy-weights", [f"{folder}: holds {there[0]} already; name a folder without weights."])
+        raise ConfigError("dummy-weights", [f"{folder}: has {there[0]} already; choose a folder without weights."])
     transformers = import_module("transformers")
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
@@ -62,7 +62,7 @@ def write_dummy_weights(folder: Path) -> tuple[list[Path], torch.dtype]:
         raise ConfigError("dummy-weights", [f"{config_file}: {str(error).splitlines()[0]}"]) from error
     kinds = [name for name in config.architectures or () if hasattr(transformers, name)]
     if not kinds:
-        fault = f"{config_file}: architectures: {config.architectures} is not a class of transformers; name one."
+        fault = f"{config_file}: architectures: {config.architectures} is not a class of transformers; correct it."
         raise ConfigError("dummy-weights", [fault])
     dtype = config.dtype or config.get_text_config().dtype or torch.float32
     text = config_file.read_bytes()

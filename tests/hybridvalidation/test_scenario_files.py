@@ -315,7 +315,7 @@ def test_a_target_needs_the_bounds_of_its_direction(files: ScenarioFiles, direct
     [
         ("max", "value = 4.0\nlow = 3.0", "give both"),
         ("max", "value = 4.0\nlow = 5.0\nhigh = 4.0", "low below high"),
-        ("min", "value = 4.0\nlow = 5.0\nhigh = 6.0", "value 4 must lie within the range"),
+        ("min", "value = 4.0\nlow = 5.0\nhigh = 6.0", "value 4 must be within its stated range"),
         ("equal", "value = 4.0\nlow = 3.0\nhigh = 6.0", "an equality has no range"),
     ],
 )

@@ -7,11 +7,11 @@ from functools import cache
 from math import floor
 
 from hybridtrain.config.decode import decode
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.errors import ConfigError
 from hybridtrain.units import GB, GIB, MIB, format_bytes
 from hybridtrain.virtual_gpu.cards.card_names import unknown_card
-from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, require_no, tables
+from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, raise_faults, tables
 
 MARGIN_SHARE = 0.05
 """Of a card's memory: a plan that leaves less of it free fits barely, on every card and in every answer.
@@ -83,7 +83,7 @@ class Card:
     """GB/s of device memory."""
     pcie_gbps: float
     """GB/s of the bus in one direction, theoretical."""
-    tflops_fp16: float = young(0.0)
+    tflops_fp16: float = added_field(0.0)
     """The same of float16, below compute capability 8.0; 0: none."""
     year: int = field(default=0, compare=False)
     """Of release; 0: unknown."""
@@ -113,7 +113,7 @@ class Card:
             faults.append(f"compute_capability: '{self.compute_capability}' must read like '8.9'")
         else:
             faults += self._fill_in_bfloat16()
-        require_no(faults)
+        raise_faults(faults)
 
     def _fill_in_bfloat16(self) -> list[str]:
         """Set the rate of bfloat16 where tensor cores do not multiply it, and return faults of the rates of 16 bits."""
@@ -296,7 +296,7 @@ class Host:
         faults = figure_faults(self, above_0=amounts, at_least_0=("reserved_gib",))
         if self.memory_gib is not None and self.memory_gib <= self.reserved_gib:
             faults.append(f"memory_gib: {self.memory_gib} must be above reserved_gib ({self.reserved_gib})")
-        require_no(faults)
+        raise_faults(faults)
 
     def shared(self, ranks: int) -> "Host":
         """Return one rank's equal share of the machine's memory and disk."""

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Kernels that torch chooses only on CUDA, and the scratch that they allocate.
+"""CUDA-only choices of kernels, and their scratch memory.
 
 Composite ops choose by device: attention, autocast, and dropout (in ``cuda_facade``). While ``cuda_paths`` is open,
-tensors of a virtual card take the card's choice. Each rule names its source in torch 2.13.
+they choose for virtual tensors as on CUDA. Each rule names its source in torch 2.13.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 _EFFICIENT = frozenset({*_HALVES, torch.float32})
 """Types of memory-efficient attention; bfloat16 from compute capability 8.0 on (cuda/sdp_utils.cpp)."""
 _AUTOCAST_KEY: Any = torch._C._parse_dispatch_key("AutocastPrivateUse1")
-"""A key that no other device has taken; autocast for CUDA looks at real CUDA tensors only."""
+"""An unused dispatch key, as CUDA's autocast key applies to real CUDA tensors only."""
 
 LOWER_PRECISION = (
     "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
@@ -48,7 +48,7 @@ FULL_PRECISION_RESULT = (
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
     "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
 )  # fmt: skip
-"""Ops that autocast tells to return fp32; nothing is converted before."""
+"""Ops that autocast lets return fp32, without converting inputs."""
 WIDEST = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add", "cat", "stack",
@@ -58,7 +58,7 @@ WIDEST = (
 
 @contextmanager
 def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
-    """Make composite ops on a virtual card's tensors choose as on CUDA, and autocast apply to them."""
+    """Make composite ops and autocast treat a virtual card's tensors as CUDA tensors."""
     fallback = torch.library.Library("_", "IMPL")
     paths = torch.library.Library("aten", "IMPL")
     autocast = Autocast(ledger)
@@ -103,7 +103,7 @@ _CUDA_KERNELS: dict[str, Callable[..., Any]] = {
     "_fused_sgd_": lambda *_args, **_kwargs: None,
     "_fused_sgd_.tensor_lr": lambda *_args, **_kwargs: None,
 }
-"""Ops that are one kernel on CUDA, and none or several on the meta device (native_functions.yaml)."""
+"""Ops with one kernel on CUDA, but none or several on the meta device (native_functions.yaml)."""
 
 
 def _overload(name: str) -> Op | None:
@@ -113,7 +113,7 @@ def _overload(name: str) -> Op | None:
 
 
 class Autocast:
-    """Converts operands as autocast for CUDA does (aten/src/ATen/autocast_mode.cpp), weights once a region."""
+    """Casts operands as CUDA's autocast does (aten/src/ATen/autocast_mode.cpp), weights once per region."""
 
     def __init__(self, ledger: VirtualLedger) -> None:
         self._ledger = ledger
@@ -126,7 +126,7 @@ class Autocast:
         torch._C._dispatch_tls_set_dispatch_key_included(_AUTOCAST_KEY, is_enabled)
 
     def clear_cache(self) -> None:
-        """Forget converted weights, as the outermost region does at its end."""
+        """Clear cast weights, as at the end of the outermost region."""
         self._cache.clear()
 
     def rules(self) -> Iterator[tuple[Callable[[Op], Callable[..., Any]], tuple[str, ...]]]:
@@ -206,7 +206,7 @@ class _Attention(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether there are four dimensions, and one element type."""
+        """Whether all have four dimensions and one dtype."""
         return self.query.dim() == 4 and self.query.dtype == self.key.dtype == self.value.dtype
 
 

@@ -264,7 +264,7 @@ def test_a_stack_that_contradicts_itself_is_a_wrong_file_and_named(command: Comm
         file.write('\n[[optimizations]]\nkind = "int8_optimizer"\n')
     assert command(verb, "mine") == 2
     assert "lean" in command.err
-    assert "'int8_optimizer' stands 2 times in the stack; keep one of them." in command.err
+    assert "'int8_optimizer' appears 2 times in the stack; keep one of them." in command.err
 
 
 def test_a_training_file_that_contradicts_itself_is_a_wrong_file_and_named(command: Command) -> None:
@@ -272,7 +272,7 @@ def test_a_training_file_that_contradicts_itself_is_a_wrong_file_and_named(comma
         file.write('[[optimizations]]\nkind = "int8_optimizer"\n' * 2)
     assert command(*train()) == 2
     assert "train.toml" in command.err
-    assert "'int8_optimizer' stands 2 times" in command.err
+    assert "'int8_optimizer' appears 2 times" in command.err
 
 
 @pytest.mark.parametrize("figure", ["0", "-3", "two", "2.5", ""])
@@ -589,7 +589,7 @@ def test_training_json_is_one_object(command: Command) -> None:
     assert (found["corpus"], found["out"]) == ("text.txt", "run")
     size, performance, announced, sample = found["said"]
     assert size.startswith("a checkpoint takes ")
-    assert announced.startswith("a sample of ")
+    assert announced.startswith("sample of ")
     assert performance.startswith("4 steps: ")
     assert found["performance"]["steps"] == 4
     assert found["optimizations"] == []
@@ -619,7 +619,7 @@ def test_a_finished_training_is_not_run_again(command: Command) -> None:
     command(*train())
     content = Path("run/log.jsonl").read_bytes()
     assert command(*train(), "--resume") == 0  # what restarts a killed run must not try for ever
-    assert "the run is done: 4 of 4 steps; raise num_steps to go on" in command.out
+    assert "the run is complete: 4 of 4 steps; raise num_steps to continue" in command.out
     assert Path("run/log.jsonl").read_bytes() == content
 
 
@@ -757,7 +757,7 @@ def test_a_vocabulary_without_all_bytes_is_trained_and_told(command: Command, vo
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\x01\x00\x02", "text.bin has 3 bytes, no multiple of the 2 bytes of a uint16 token; it is cut short"),
+        (b"\x01\x00\x02", "text.bin has 3 bytes, not a multiple of 2 bytes per uint16 token; it is truncated"),
         (b"", "text.bin"),
         (b"\x01\x00", "text.bin holds 1 tokens; at least 2 are needed"),
         (b"\x01\x00" * 7 + b"\x00\x01" + b"\x01\x00" * 50, "allows 0 to 255, but the token at position 7 is 256"),

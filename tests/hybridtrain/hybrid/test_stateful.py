@@ -71,5 +71,5 @@ def test_a_damaged_value_is_named(fault: str) -> None:
 def test_a_missing_value_is_named() -> None:
     state = made("linear").state_dict()
     del state["num_probes"]
-    with pytest.raises(ConfigError, match="num_probes: is missing in the checkpoint; use an older one"):
+    with pytest.raises(ConfigError, match="num_probes: missing in the checkpoint; use an older one"):
         made("linear").load_state_dict(state)

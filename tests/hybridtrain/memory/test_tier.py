@@ -50,7 +50,7 @@ def test_what_exceeds_the_limit_is_refused_and_not_counted() -> None:
 
 
 def test_the_first_buffer_beyond_the_limit_says_that_nothing_is_held() -> None:
-    with pytest.raises(HostMemoryError, match=r"\(held: nothing\)"):
+    with pytest.raises(HostMemoryError, match=r"\(in use: nothing\)"):
         TierAccount(host_limit_bytes=0).enter(Placement.HOST, 1, TensorClass.GRAD)
 
 

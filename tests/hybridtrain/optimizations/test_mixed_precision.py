@@ -58,7 +58,7 @@ def test_overrides_that_say_the_same_are_the_same_plan() -> None:
     ("settings", "fault"),
     [
         ({f"{phase}_dtype": "float32" for phase in Phase}, "^compute_dtype: float32 in every phase is plain training"),
-        ({"predict_dtype": "float16", "master": "split16"}, "^master: 'split16' goes with bfloat16 only"),
+        ({"predict_dtype": "float16", "master": "split16"}, "^master: 'split16' works with bfloat16 only"),
         ({"active_phases": ()}, "^active_phases: empty"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_logger_that_does_not_close_is_told_once() -> None:
     loggers.close()
     loggers.close()
     assert good.closed == 1
-    assert said == ["Kept did not close (disk full); training goes on without it"]
+    assert said == ["Kept did not close (disk full); training continues without it"]
 
 
 def test_real_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:

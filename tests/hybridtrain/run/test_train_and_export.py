@@ -74,7 +74,7 @@ def test_a_run_starts_from_the_folder_and_ends_as_one(capsys: pytest.CaptureFixt
 
 def test_bytes_for_a_model_with_a_tokenizer_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert train() == 0
-    assert "warning: text.txt is read as bytes, and not in the tokens of source" in capsys.readouterr().out
+    assert "warning: text.txt is read as bytes, not as tokens of" in capsys.readouterr().out
     Path("source/tokenizer.json").unlink()
     assert train("--out", "bare") == 0
     assert "is read as bytes" not in capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_a_run_can_be_exported_without_its_first_folder(capsys: pytest.CaptureFi
     assert train() == 0
     Path("source").rename("elsewhere")
     assert main(["export", "run", "out"]) == 0
-    assert "source is gone: config.json is made of the model's shape" in capsys.readouterr().out
+    assert "source is missing, so config.json is written from the model's shape" in capsys.readouterr().out
     theirs = AutoModelForCausalLM.from_pretrained("out")
     assert theirs.config.num_key_value_heads == SHAPE.num_kv_heads
 
@@ -279,7 +279,7 @@ def test_adapters_beside_the_text_part_of_a_multimodal_model_leave_merged_alone(
     said = "gemma: the text part alone is read; left out: 1 tensors of 1.00 KiB (vision_tower)"
     assert capsys.readouterr().out.count(said) == 1
     assert main(["export", "run", "adapter"]) == 2
-    assert "adapters of a text model alone do not fit it; add --merge" in capsys.readouterr().err
+    assert "adapters of its text model alone do not fit; add --merge" in capsys.readouterr().err
     assert main(["export", "run", "merged", "--merge"]) == 0
     merged = AutoModelForCausalLM.from_pretrained("merged")
     assert type(merged).__name__ == "Gemma3ForCausalLM"

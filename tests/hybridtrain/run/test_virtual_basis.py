@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.cli.main import main
-from hybridtrain.virtual_gpu.facade.basis import Basis
+from hybridtrain.virtual_gpu.facade.basis import PlanBasis
 
 MIB = 2**20
 HEAD = "import torch\nfrom torch import nn\n"
@@ -210,7 +210,7 @@ def test_an_op_that_the_meta_device_lacks_is_told_where_a_script_catches_it(
 ) -> None:
     lacking = "torch.ops.aten._cudnn_init_dropout_state(0.1, True, 1, dtype=torch.uint8, device=out.device)"
     answer, verdict = planned(tmp_path, capsys, CAUGHT.format(attempt=lacking, kind="Exception"))
-    assert "does not say what it makes" in answer["basis"]["refusals"][0]
+    assert "has no meta rule for this op." in answer["basis"]["refusals"][0]
     assert "ON THIS PATH ONLY" in verdict
 
 
@@ -360,7 +360,7 @@ def test_recurrent_layers_are_told_to_be_approximate(
 
 
 def test_the_words_of_a_basis() -> None:
-    basis = Basis(
+    basis = PlanBasis(
         versions={"torch": "2.13.0", "peft": "0.21"}, num_steps=1, num_backwards=4, has_state=True, num_evaluations=0,
         num_saves=2, compiled=(), refusals=(), uncounted={}, approximated={}, growth=None,
     )  # fmt: skip

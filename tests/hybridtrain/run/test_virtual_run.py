@@ -188,7 +188,7 @@ def test_a_missing_script_is_told_and_an_error_is_the_scripts_own(
     path.write_text("import torch\ntorch.ones(3, device='cuda') + torch.ones(4)\n")
     assert main(["virtual", "--card", "rtx-3090", "--", str(path)]) == 1
     told = capsys.readouterr().err
-    assert f"{path} ended in an error of its own" in told
+    assert f"{path} raised an error of its own" in told
     assert f'File "{path}", line 2' in told
     assert "cuda:0 and cpu!" in told
     assert "virtual_run.py" not in told

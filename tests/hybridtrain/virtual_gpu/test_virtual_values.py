@@ -92,7 +92,7 @@ def test_what_follows_from_data_is_known(gpu: VirtualGpu) -> None:
     hidden[mask] = 0.0
     ids[0, 0] = 9
     assert ids.cpu()[0].tolist() == [9, 6, 7, 0]
-    assert gpu.stand_ins() == ()
+    assert gpu.placeholders() == ()
 
 
 @pytest.mark.usefixtures("gpu")
@@ -162,7 +162,7 @@ def test_what_nobody_computed_has_a_stand_in_and_a_place_in_the_list(gpu: Virtua
     assert torch.isfinite(loss)
     assert not torch.randn(2**20, device="cuda").isinf().any()
     assert not loss > 10
-    places = {(use.where.rpartition("/")[2].split(":")[0], use.op) for use in gpu.stand_ins()}
+    places = {(use.where.rpartition("/")[2].split(":")[0], use.op) for use in gpu.placeholders()}
     assert ("test_virtual_values.py", "aten._local_scalar_dense.default") in places
 
 
@@ -181,7 +181,7 @@ def test_experts_are_chosen_evenly(gpu: VirtualGpu) -> None:
     chosen = scores.topk(2, dim=-1).indices
     assert torch.bincount(chosen.flatten(), minlength=4).tolist() == [3, 3, 3, 3]
     assert torch.where(chosen == 1)[0].shape == (3,)
-    assert any("equally often" in use.rule for use in gpu.stand_ins())
+    assert any("equally often" in use.rule for use in gpu.placeholders())
 
 
 def test_a_size_that_nobody_knows_is_refused_with_its_line(gpu: VirtualGpu) -> None:

@@ -78,7 +78,7 @@ def test_weights_have_the_type_that_transformers_gives_them(
 def test_weights_that_are_there_are_left_alone(tmp_path: Path) -> None:
     LLAMA.save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"values")
-    with pytest.raises(ConfigError, match=r"holds pytorch_model.bin already; name a folder without weights"):
+    with pytest.raises(ConfigError, match=r"has pytorch_model.bin already; choose a folder without weights"):
         write_dummy_weights(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "pytorch_model.bin"]
 
@@ -86,7 +86,7 @@ def test_weights_that_are_there_are_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"architectures": ["Lama"]}, "architectures: .*Lama.* is not a class of transformers; name one"),
+        ({"architectures": ["Lama"]}, "architectures: .*Lama.* is not a class of transformers; correct it."),
         ({"architectures": None}, "architectures: None is not a class of transformers"),
         ({"model_type": "lama"}, "config.json: .*lama"),
     ],

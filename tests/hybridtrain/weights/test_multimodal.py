@@ -101,7 +101,7 @@ def test_the_text_part_is_read_and_leaves_as_a_text_model(spelling: str, saved: 
     source = open_folder(folder, config)
     num_bytes = sum(4 * each.numel() for name, each in load_file(folder / ONE_FILE).items() if name in beside)
     told = f"{len(beside)} tensors of {num_bytes / 1024:.2f} KiB (multi_modal_projector, vision_tower)"
-    assert source.left_out == f"the text part alone is read; left out: {told}"
+    assert source.left_out == f"the text model is read; ignored: {told}"
 
     trainer = Trainer(config, compose([]), TrainerConfig(), DirectTransfer(torch.device("cpu")), source=source)
     trainer.model.eval()

@@ -183,7 +183,7 @@ def test_killed_processes_leave_records_that_say_so() -> None:
     for child in multiprocessing.active_children():
         child.kill()
     messages = {run.message for _, run in plans if run.outcome is Outcome.ERROR}  # type: ignore[attr-defined]
-    assert messages == {"a process that planned was killed, by the system if it was out of memory; --jobs 1 takes less"}
+    assert messages == {"a planning process was killed, possibly because memory ran out; --jobs 1 needs less"}
 
 
 def test_who_stops_listening_leaves_no_process() -> None:

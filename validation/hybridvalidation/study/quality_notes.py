@@ -1,4 +1,4 @@
-"""Ladder verdicts on a training option's precision: that of its configuration's largest finished model size."""
+"""Ladder verdicts on a training option's precision, at its configuration's largest finished model size."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,8 +19,8 @@ from hybridvalidation.study.quality import weight_of
 def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results: Path) -> dict[str, QualityNote]:
     """Return a note by name of the precision; one without a configuration on any ladder is missing.
 
-    A configuration has the same precision if it computes in the same element types and stores the same in as many bits.
-    The number of micro-batches may differ (of one, nothing is summed); a master in two halves is the master.
+    A configuration has the same precision if compute dtypes and storage bits are equal. The number of micro-batches may
+    differ; split16 counts as a float32 master.
     """
     made = {ladder.name: (ladder, read_study(results, ladder)) for ladder in ladders(files.folder)}
     judged = [
@@ -90,7 +90,7 @@ def _said(ladder: LadderFile, judged: Comparison) -> str:
 
 
 def interim_text(judged: Comparison, margin_nats: float) -> str:
-    """Return the interim result of an unfinished configuration, no verdict; empty where seeds are too few."""
+    """Return the interim result of an unfinished configuration; empty with too few seeds."""
     found = judged.interval
     if judged.finding is not Finding.UNFINISHED or found is None:
         return ""
