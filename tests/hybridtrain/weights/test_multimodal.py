@@ -170,8 +170,8 @@ def test_what_cannot_be_read_is_told(values: JsonMapping, fault: str) -> None:
         model_config_from_hf(values)
     (told,) = raised.value.faults
     assert told.startswith(fault)
-    if "beside" in fault:
-        assert "of such models Gemma3ForConditionalGeneration is, of text models GPT2LMHeadModel, Gemma2For" in told
+    if "multimodal" in fault:
+        assert "supported are Gemma3ForConditionalGeneration, and the text models GPT2LMHeadModel, Gemma2For" in told
 
 
 def test_a_tensor_that_belongs_to_no_part_is_told(saved: Path, tmp_path: Path) -> None:
