@@ -260,7 +260,7 @@ def test_where_gb_and_gib_decide_differently_nothing_is_decided(
     found = judged_one(monkeypatch, stated, replace(planned(value), decimal=decimal))
     assert (found.status is Status.UNDECIDED) is bool(word)
     assert (
-        (f"in GB of 10^9 bytes {decimal:.2f}, which {word} it: so the verdict depends on the unit" in found.reason)
+        (f"in GB of 10^9 bytes {decimal:.2f}, which {word} it, so the verdict depends on the unit" in found.reason)
         if word
         else True
     )
