@@ -476,7 +476,7 @@ def test_a_state_saved_in_any_phase_is_resumed_to_the_bit(name: str, tmp_path: P
 
 
 NOT_BACK = ", which is not exact; allowed in "
-GRID = "int8 codes without a master and with the same scales, whose grid no other storage returns to. Set master ="
+GRID = "int8 codes without a master and with equal scales. Set master ="
 VALUES = "float32 values. Set master = 'float32' (or 'split16' with bfloat16 weights) where only predict is meant"
 CODES = "int8_blocks"
 REFUSED: list[tuple[str, list[Optimization]]] = [
@@ -505,7 +505,7 @@ REFUSED: list[tuple[str, list[Optimization]]] = [
         [Wish(Claim("grad_accum_steps", 2, PREDICT))],
     ),
     (
-        "optim_state: float32 on host in warmup, float32 on device in full; it must be the same there: let",
+        "optim_state: float32 on host in warmup, float32 on device in full; it must be equal: let",
         [Wish(Claim("optim_state.placement", Placement.HOST, WARMUP))],
     ),
     (

@@ -192,7 +192,7 @@ def test_no_more_than_a_tile_of_scores_exists_and_nothing_of_them_is_saved() -> 
         ({"window": -2}, "window -2"),
         ({"document_ids_BT": IDS[:, :5]}, r"document_ids_BT is torch.int32 \(2, 5\)"),
         ({"document_ids_BT": IDS.float()}, r"must be int32 or int64 \(2, 33\)"),
-        ({"document_ids_BT": IDS.to("meta")}, "on meta; give"),
+        ({"document_ids_BT": IDS.to("meta")}, "on meta; it must be"),
     ],
     ids=["cap", "window", "shape", "dtype", "device"],
 )

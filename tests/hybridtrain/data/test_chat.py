@@ -198,7 +198,7 @@ def test_a_template_that_marks_other_parts_than_answers_cannot_leave_one_out() -
         ("{{ range(99999) | join('a' * 99999) }}", "takes more than 1.00 GiB of memory"),
         ("{{ '%2000000000d' | format(1) }}", "takes more than 1.00 GiB of memory"),
         ("{{ 'a' * 20000000 }}", "writes more than 16,777,216 characters"),
-        ("{{ (messages | length) ** (9 ** 9) }}", f"takes more than {MOST_SECONDS} seconds"),
+        ("{{ (messages | length) ** (9 ** 9) }}", f"takes more than {MOST_SECONDS} s of CPU time"),
     ],
 )
 def test_what_a_template_takes_is_limited(template: str, words: str) -> None:

@@ -102,7 +102,7 @@ def test_a_folder_holds_text_and_lines(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
     source = open_source(tmp_path)
     assert source.left_out == (("c.png", "no UTF-8 text"),)
-    assert "reads a.jsonl (JSON lines), b.txt (text); leaves out c.png (no UTF-8 text)" in source.as_text()
+    assert "reads a.jsonl (JSON lines), b.txt (text); ignores c.png (no UTF-8 text)" in source.as_text()
     assert sorted(one[0].text for one in passages(tmp_path)) == ["one", "text", "two"]
     assert len(list(source.ranks())) == 3
     before = source.digest

@@ -54,7 +54,7 @@ def test_records_are_read_by_any_of_their_names(tmp_path: Path, name: str, conte
 def test_json_under_another_name_is_refused(tmp_path: Path, name: str, content: str, *, is_folder: bool) -> None:
     (tmp_path / name).write_text(content)
     (tmp_path / "prose.txt").write_text(PROSE)
-    with pytest.raises(DataError, match=f"{name} contains JSON, not"):
+    with pytest.raises(DataError, match=f"{name} contains JSON, which is not"):
         open_source(tmp_path if is_folder else tmp_path / name)
 
 
@@ -140,7 +140,7 @@ def test_damaged_json_beside_records_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{}", "[]", "[1, 2]", '{"a": [1]}', '"a"'])
 def test_a_json_file_without_documents_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(DataError, match="contains no document; allowed is"):
+    with pytest.raises(DataError, match="contains no document; allowed: "):
         open_source(tmp_path / "a.json")
 
 

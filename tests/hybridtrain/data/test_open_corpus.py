@@ -53,7 +53,7 @@ def test_a_folder_with_train_and_val_uses_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("present", "missing"), [("train.bin", "val.bin"), ("val.bin", "train.bin")])
 def test_half_a_token_folder_says_which_file_is_missing(tmp_path: Path, present: str, missing: str) -> None:
     write_tokens(tmp_path / present, 30)
-    with pytest.raises(DataError, match=f"lacks {missing}"):
+    with pytest.raises(DataError, match=f"has no {missing}"):
         open_corpus(tmp_path, vocab_size=30)
 
 

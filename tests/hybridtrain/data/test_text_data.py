@@ -304,7 +304,9 @@ def test_tokens_that_the_model_lacks_are_refused_where_they_occur() -> None:
     open_text(DataConfig(path=Path("b.jsonl"), tokenizer="tok"), vocab_size=known + 1, folder=Path("run/tokens"),
               say=lambda _: None)  # fmt: skip
     for folder in ("run/tokens", "other"):
-        with pytest.raises(DataError, match=rf"token {known}, '<image>', occurs in the text, .* has {known}; use the"):
+        with pytest.raises(
+            DataError, match=rf"token {known}, '<image>', occurs in the text, .* vocab_size is {known}; use the"
+        ):
             open_text(
                 DataConfig(path=Path("b.jsonl"), tokenizer="tok"), vocab_size=known, folder=Path(folder),
                 say=lambda _: None,

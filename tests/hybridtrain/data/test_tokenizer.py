@@ -53,7 +53,7 @@ def test_another_end_of_text_token(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(folder, vocab_size=300, eos_token=END_TURN)
     assert tokenizer.decode(tokenizer.eos_ids) == END_TURN
     assert tokenizer.digest != open_tokenizer(folder, vocab_size=300).digest
-    with pytest.raises(DataError, match=r"eos_token: 'nope' is not a token of .*; give one"):
+    with pytest.raises(DataError, match=r"eos_token: 'nope' is not a token of .*; use one"):
         open_tokenizer(folder, vocab_size=300, eos_token="nope")  # noqa: S106
 
 

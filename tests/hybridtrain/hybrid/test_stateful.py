@@ -26,7 +26,7 @@ BAD: dict[str, tuple[str, str, Callable[[Any], object]]] = {
     "controller.state.rises: found nan (str)": ("power_law", "controller state rises", lambda _: ["nan"]),
     "watch.monitor: found [] (list); dict": ("power_law", "watch monitor", lambda _: []),
     "watch.forecaster.kind: the state is of forecaster 'ema'": ("mlp", "watch forecaster kind", lambda _: "ema"),
-    "watch.forecaster.calibrator.pending.mean: is missing": ("linear", PENDING, lambda _: [
+    "watch.forecaster.calibrator.pending.mean: missing": ("linear", PENDING, lambda _: [
         {"first_step": 1, "last_step": 2}
     ]),
     "watch.forecaster.ensemble.flat: found torch.float32 (3,)": ("mlp", f"{ENSEMBLE} flat", lambda _: torch.zeros(3)),

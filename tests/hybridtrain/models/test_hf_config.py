@@ -66,7 +66,7 @@ def test_what_the_decoder_does_not_have_is_all_listed() -> None:
     scaling: JsonMapping = {"rope_type": "longrope", "factor": 4.0}
     values = QWEN3_8B | {"attention_bias": True, "hidden_act": "relu", "rope_scaling": scaling, "vocab_size": "many"}
     assert refused(values) == (
-        "attention_bias: true is not supported; the decoder has false alone",
+        "attention_bias: true is not supported; only false is supported",
         'hidden_act: "relu" cannot be; the decoder of Qwen3ForCausalLM has silu or swish alone',
         'vocab_size: "many" cannot be; a whole number of at least 1 is required',
         'rope_scaling.rope_type: "longrope" cannot be; default, linear, llama3 and yarn can be run',
@@ -76,7 +76,7 @@ def test_what_the_decoder_does_not_have_is_all_listed() -> None:
 def test_blocks_with_and_without_experts_are_refused() -> None:
     values = hf_config_of(PRESETS["qwen3-30b-a3b"]) | {"mlp_only_layers": [0], "num_experts_per_tok": 129}
     assert refused(values) == (
-        "mlp_only_layers: [0] cannot be; the decoder has [] alone",
+        "mlp_only_layers: [0] cannot be; only [] is supported",
         "num_experts_per_tok: 129 cannot be; at most the number of experts, 128, is allowed",
     )
 

@@ -174,7 +174,7 @@ FAULTS: dict[str, Callable[[], Optimization]] = {
     "active_phases: empty; name at least one phase or drop the optimization": lambda: WeightStreaming(
         max_active_layers=0, resident_layers=-1, active_phases=()
     ),
-    "tier: disk needs update_on = 'device'; an update on the host works in host memory": lambda: OptimizerOffload(
+    "tier: disk needs update_on = 'device'; updates on the host need weights in host memory": lambda: OptimizerOffload(
         update_on="host", tier="disk"
     ),
     "offload_grads: false needs update_on = 'device'; an update on the host reads gradients in host memory": lambda: (
@@ -256,20 +256,22 @@ def test_its_nearest_neighbour_is_not(stack: list[Optimization]) -> None:
 
 
 def test_an_update_on_the_host_refuses_weights_on_disk() -> None:
-    with pytest.raises(PlanConflictError, match=r"^\S+: an update on the host works in host memory; .*tier = 'host'"):
+    with pytest.raises(
+        PlanConflictError, match=r"^\S+: updates on the host need weights in host memory; .*tier = 'host'"
+    ):
         compose([OptimizerOffload(update_on="host"), WeightStreaming(tier="disk")])
 
 
 CONFLICTS: dict[str, list[Optimization]] = {
-    "optim_state.codec: 'bf16_optimizer' asks for bfloat16, 'int8_optimizer' asks for int8_blocks": [
+    "optim_state.codec: 'bf16_optimizer' requires bfloat16, but 'int8_optimizer' requires int8_blocks": [
         Bf16Optimizer(),
         Int8Optimizer(),
     ],
-    "grad.placement: 'fused_update' asks for dropped, 'optimizer_offload' asks for host": [
+    "grad.placement: 'fused_update' requires dropped, but 'optimizer_offload' requires host": [
         FusedUpdate(),
         OptimizerOffload(),
     ],
-    "master.codec: 'int8_weights' asks for absent, 'mixed_precision' asks for float32": [
+    "master.codec: 'int8_weights' requires absent, but 'mixed_precision' requires float32": [
         Int8Weights(master="absent"),
         MixedPrecision(),
     ],

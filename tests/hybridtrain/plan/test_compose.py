@@ -121,7 +121,7 @@ def lacks_checkpointing(subset: Sequence[Optimization]) -> bool:
 
 @pytest.mark.parametrize("other", OTHER_MOMENTS, ids=lambda other: other.kind)
 def test_moments_have_one_format(other: Optimization) -> None:
-    with pytest.raises(PlanConflictError, match=r"^optim_state\.codec: 'int8_optimizer' asks for int8_blocks, "):
+    with pytest.raises(PlanConflictError, match=r"^optim_state\.codec: 'int8_optimizer' requires int8_blocks, "):
         compose([*STACK, other])
     without = [optimization for optimization in STACK if optimization.kind != "int8_optimizer"]
     assert compose([*without, other]) != compose(without)
@@ -332,7 +332,7 @@ IMPOSSIBLE: dict[str, list[Optimization]] = {
         GradAccumulation(grad_accum_steps=4, schedule="vertical", visit_micro_batches=2),
     ],
     "master.codec: split16 works with bfloat16 weights only": [Int8Weights(), MixedPrecision(master="split16")],
-    "grad.placement: 'fused_update' asks for dropped, 'optimizer_offload' asks for host": [
+    "grad.placement: 'fused_update' requires dropped, but 'optimizer_offload' requires host": [
         FusedUpdate(),
         OptimizerOffload(),
     ],

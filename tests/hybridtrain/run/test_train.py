@@ -170,7 +170,7 @@ def test_where_a_run_is_at_work_that_is_what_is_told(
     with train._held(Path("run")):
         assert main([*ARGUMENTS, *arguments]) == 2
     assert capsys.readouterr().err == (
-        "hybridtrain: run: 1 fault\n  another run is at work here; wait for its end, or choose another --out\n"
+        "hybridtrain: run: 1 fault\n  another run is using this folder; wait for its end, or choose another --out\n"
     )
 
 
@@ -359,7 +359,7 @@ def test_a_run_goes_on_under_another_stack(capsys: pytest.CaptureFixture[str]) -
     Path("train.toml").write_text(Path("train.toml").read_text() + stack)
     assert main([*ARGUMENTS, "--resume"]) == 0
     told = capsys.readouterr().out
-    assert 'changed: plan.weight.placement: "device" in the run that was saved, "host" now' in told
+    assert 'changed: plan.weight.placement: "device" in the checkpoint, "host" in this run' in told
     assert "converted: optimizer state of 1 tensors from float32 to int8_signed, rounded, by at most 0." in told
     assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
 

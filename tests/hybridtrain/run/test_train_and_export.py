@@ -144,9 +144,7 @@ def test_the_ends_that_a_model_came_with_stay_unless_another_one_was_trained(
         assert json.loads(Path("out", name).read_bytes())["eos_token_id"] == expected
 
 
-@pytest.mark.parametrize(
-    ("run", "words"), [("absent", "holds no training.toml"), ("text.txt", "holds no training.toml")]
-)
+@pytest.mark.parametrize(("run", "words"), [("absent", "has no training.toml"), ("text.txt", "has no training.toml")])
 def test_a_folder_that_is_no_run_is_told(run: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", run, "out"]) == 2
     assert words in capsys.readouterr().err
@@ -157,7 +155,7 @@ def test_an_export_never_replaces_and_leaves_nothing_half_done(capsys: pytest.Ca
     Path("full").mkdir()
     Path("full", "file").write_text("mine")
     assert main(["export", "run", "full"]) == 2
-    assert "full: 1 fault\n  is there already" in capsys.readouterr().err
+    assert "full: 1 fault\n  exists already" in capsys.readouterr().err
     for path in Path("run", "checkpoints").rglob("*.json"):
         path.write_bytes(b"no state")
     assert main(["export", "run", "out"]) == 2
@@ -218,10 +216,14 @@ def test_what_has_adapters_is_told_at_the_start(name: str, capsys: pytest.Captur
     told = capsys.readouterr().out
     if name == "llama":
         assert (
-            "adapters on query, value of every block; none on key, attention_out, ffn_gate, ffn_up, ffn_out\n" in told
+            "adapters on query, value of every block; without adapters: key, attention_out, ffn_gate, ffn_up, ffn_out\n"
+            in told
         )
     else:
-        assert "adapters on query, key, value, attention_out of every block; none on router, experts_gate" in told
+        assert (
+            "adapters on query, key, value, attention_out of every block; without adapters: router, experts_gate"
+            in told
+        )
     assert ("warning: experts and their router have no adapters" in told) == (name == "mixtral")
 
 
@@ -276,7 +278,7 @@ def test_adapters_beside_the_text_part_of_a_multimodal_model_leave_merged_alone(
     )
     Path("train.toml").write_text(content)
     assert train() == 0
-    said = "gemma: the text part alone is read; left out: 1 tensors of 1.00 KiB (vision_tower)"
+    said = "gemma: only the text model is read; ignored: 1 tensors of 1.00 KiB (vision_tower)"
     assert capsys.readouterr().out.count(said) == 1
     assert main(["export", "run", "adapter"]) == 2
     assert "adapters of its text model alone do not fit; add --merge" in capsys.readouterr().err

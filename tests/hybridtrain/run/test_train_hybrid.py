@@ -353,7 +353,10 @@ def test_the_end_says_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("option", "words"),
-    [("max_predict_steps = 0", "no jump: max_predict_steps is 0"), ("warmup_steps = 50", "no jump: warm-up and the")],
+    [
+        ("max_predict_steps = 0", "no jump: max_predict_steps is 0"),
+        ("warmup_steps = 50", "no jump: the run ends before"),
+    ],
 )
 def test_a_run_without_jumps_says_why(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = file_of("own").replace("full_steps = 3", f"full_steps = 3\n{option}")

@@ -164,7 +164,7 @@ def test_a_script_within_the_margin_fits_barely(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("raise SystemExit(7)", "ended by itself with code 7"),
+        ("raise SystemExit(7)", "exited with code 7"),
         ("print(1)", "nothing was put on the card"),
     ],
 )

@@ -113,7 +113,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "surplus": (
         change_tensors(lambda tensors: tensors.update({NAME.replace(".2.", ".9."): torch.zeros(3, 32)})),
-        "layers.9.mlp.up_proj.lora_A.weight: no adapter of this model",
+        "layers.9.mlp.up_proj.lora_A.weight: not an adapter of this model",
     ),
     "targets": (
         change_tensors(lambda tensors: [tensors.pop(name) for name in [*tensors] if "q_proj" in name]),

@@ -216,7 +216,7 @@ def test_nothing_is_unpickled(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_and_no_folder(tmp_path: Path) -> None:
-    assert faults_of(tmp_path)[0].startswith("holds no model.safetensors and no model.safetensors.index.json")
+    assert faults_of(tmp_path)[0].startswith("has neither model.safetensors nor model.safetensors.index.json")
     assert faults_of(tmp_path / "absent")[0].startswith("is not a folder")
 
 

@@ -145,7 +145,7 @@ def test_ranks_that_cannot_be_are_refused_before_they_start(command: Command, fo
     text = f'name = "parts"\ndescription = "three"\n{PARTS.format(kind="pipeline", setting="stages = 3")}'
     (folder / "scenarios/stacks/parts.toml").write_text(text)
     assert command(*arguments("llama.toml", "parts", 8, 2, "--world", "2")) == 2
-    assert "3 ranks" in command.err
+    assert "needs 3 ranks" in command.err
 
 
 @pytest.mark.parametrize("stack", [HOST_STACK, DISK_STACK])

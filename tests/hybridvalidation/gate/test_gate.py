@@ -390,7 +390,7 @@ def test_whatever_changes_is_a_finding(name: str) -> None:
 
 
 def test_a_stack_that_fits_again_is_a_win() -> None:
-    assert compare(figures(fits=False), figures()) == [(GateExit.IMPROVED, "fits the card")]
+    assert compare(figures(fits=False), figures()) == [(GateExit.IMPROVED, "now fits the card")]
 
 
 def test_a_finding_shows_before_after_and_the_difference() -> None:

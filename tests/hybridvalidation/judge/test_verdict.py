@@ -188,7 +188,7 @@ def test_a_right_figure_that_does_not_decide_is_misleading(
 def test_a_misleading_figure_comes_with_the_one_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     found = judged_one(monkeypatch, target("min", value=96.0), saving(96.25, 61.0))
     assert found.reason == (
-        "lean: 96.25 % meets at least 96, arithmetic, but is an average over steps; what decides, the peak of Full: "
+        "lean: 96.25 % meets at least 96, arithmetic, but is an average over steps; the deciding figure, the peak of Full: "
         "61.00 %, planned; 4 of 32 kept."
     )
 
@@ -260,7 +260,7 @@ def test_where_gb_and_gib_decide_differently_nothing_is_decided(
     found = judged_one(monkeypatch, stated, replace(planned(value), decimal=decimal))
     assert (found.status is Status.UNDECIDED) is bool(word)
     assert (
-        (f"in GB of 10^9 bytes {decimal:.2f}, which {word} it: so the verdict depends on the unit" in found.reason)
+        (f"in GB of 10^9 bytes {decimal:.2f}, which {word} it, so the verdict depends on the unit" in found.reason)
         if word
         else True
     )

@@ -164,7 +164,7 @@ def test_fine_tuned_runs_of_a_seed_share_their_base_to_the_bit(
     assert len(list(tmp_path.iterdir())) == 3, "another seed, another program"
     place = replace(place, dirty=True)
     make_run(ladder, run_of("tuned", seed=2), bases=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3, "from no commit"
+    assert len(list(tmp_path.iterdir())) == 3, "of no commit"
 
 
 def test_validation_is_the_same_for_all_and_of_many_documents(ladder: LadderFile) -> None:
@@ -256,7 +256,7 @@ def test_the_command_runs_shows_and_reports(
     assert {name: Path(name).read_bytes() for name in files} == files, "report rebuilds the same bytes"
     assert main(["study", "tiny", "--verify", *common]) == 1
     out = capsys.readouterr().out
-    assert "6 of 6 records are reproduced by this program. Stacks that compute something else than" in out
+    assert "6 of 6 records are reproduced by this program. Stacks that differ from" in out
     assert "their configuration: tight." in out
     assert main(["report", "--json", *common]) == 0
     capsys.readouterr()

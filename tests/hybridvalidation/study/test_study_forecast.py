@@ -149,7 +149,7 @@ def test_the_table_has_means_over_runs(tmp_path: Path) -> None:
     step_s = share / 0.25
     of_card = forecast_text(records, MARKDOWN, step_s)
     assert [line for line in of_card.splitlines() if "| ema" in line][4].split("|")[-2].strip() == "25.00"
-    assert f"4 x 1024 tokens, {1000 * step_s:.0f} ms, without overlap" in of_card
+    assert f"4 x 1024 tokens as {1000 * step_s:.0f} ms, without overlap" in of_card
     assert text.startswith("Smallest mean error over all horizons and 6 runs: ")
     (path,) = write_forecasts(tmp_path)
     assert path.read_text().startswith(f"# Forecasts of the loss\n\n{text}\n\nRecords: 6 by program ")

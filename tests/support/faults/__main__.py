@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run campaigns; return exit code 1 when an attempt failed, 2 for wrong arguments."""
     known = campaigns()
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}with; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; default: all")
     parser.add_argument("--count", type=int, help="attempts; default: those of each campaign's long form")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of records and tables")

@@ -151,7 +151,7 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     if metric.decimal is not None and (met := _keeps(target, metric.decimal)) is not _keeps(target, metric.value):
         status, word = Status.UNDECIDED, "meets" if met else "misses"
         reason += (
-            f"; in GB of 10^9 bytes {short_number(metric.decimal)}, which {word} it: so the verdict depends on the unit"
+            f"; in GB of 10^9 bytes {short_number(metric.decimal)}, which {word} it, so the verdict depends on the unit"
         )
     if not metric.fits and not target.metric.endswith("_reduction_pct"):
         if not status.is_missed and not _states_need(target):
