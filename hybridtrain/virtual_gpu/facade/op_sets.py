@@ -16,6 +16,10 @@ is_truly_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  #
 """The truth, whatever ``Tensor.is_meta`` says to a script."""
 COPIES = frozenset({_ATEN.copy_.default, _ATEN._foreach_copy_.default})
 """Between two places, by what they are given."""
+FLOAT8_PRODUCTS = frozenset(
+    {_ATEN._scaled_mm.default, *([_ATEN._scaled_mm_v2.default] if hasattr(_ATEN, "_scaled_mm_v2") else [])}
+)
+"""Products that need a card with float8 tensor cores."""
 PUTS = frozenset({_ATEN.index_put_.default, _ATEN.index_put.default})
 """A mask among their indices becomes positions: a tensor whose size depends on values, not their result's."""
 TAKES_HOST_INDICES = PUTS | {_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor}
