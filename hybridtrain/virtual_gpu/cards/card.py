@@ -28,6 +28,8 @@ _HOPPER = 9
 _BFLOAT16_TENSOR_CORES = (8, 0)
 """Compute capability from which tensor cores multiply bfloat16 (CUDA C++ Programming Guide), and flash attention runs
 (flash_attn/flash_api.cpp)."""
+_FLOAT8_TENSOR_CORES = (8, 9)
+"""Likewise float8 (aten/src/ATen/native/cuda/Blas.cpp, ``_scaled_mm_allowed_device``)."""
 _EVERY_WHEEL = (7, 5)
 """The least compute capability of torch's CUDA wheels but cu126 (https://github.com/pytorch/pytorch/pull/175253)."""
 _DATA_CENTER = frozenset({"8.0", "9.0"})
@@ -177,6 +179,11 @@ class Card:
         return self.capability >= _BFLOAT16_TENSOR_CORES
 
     @property
+    def has_float8_tensor_cores(self) -> bool:
+        """Whether tensor cores multiply float8."""
+        return self.capability >= _FLOAT8_TENSOR_CORES
+
+    @property
     def limits(self) -> tuple[CardLimit, ...]:
         """Return what an answer about this card must say."""
         holds = {
@@ -213,8 +220,10 @@ class Card:
 
     @property
     def flops_per_second(self) -> dict[str, float]:
-        """Peak rate by element type."""
+        """Peak rate by element type; of float8 twice that of bfloat16 (vendor whitepapers)."""
         rates = {"bfloat16": self.tflops_bf16, "float16": self._float16_tflops, "float32": self.tflops_fp32}
+        if self.has_float8_tensor_cores:
+            rates |= {"float8_e4m3fn": 2 * self.tflops_bf16, "float8_e5m2": 2 * self.tflops_bf16}
         return {name: tflops * 1e12 for name, tflops in rates.items()}
 
     @property

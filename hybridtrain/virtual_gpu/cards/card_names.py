@@ -6,7 +6,9 @@ from collections.abc import Mapping
 _UNKNOWN_MEMORY = "cannot be planned: its context, allocator settings and kernels' workspaces are not known here."
 _ONE_MEMORY = "cannot be planned as it is: card and processor share one memory, which would be counted twice."
 _OTHERS = {
-    r"(radeon|instinct|rx\d{4}|mi\d{2,3}|w[67]\d{3}|gfx\d|strix)": f"a card of AMD's ROCm {_UNKNOWN_MEMORY}",
+    r"(radeon|instinct|vega|rx\d{3,4}|\d{4}xtx?$|mi\d{2,3}|w[67]\d{3}|gfx\d|strix)": (
+        f"a card of AMD's ROCm {_UNKNOWN_MEMORY}"
+    ),
     r"(intel|arc|a[37][1578]0m?$|b5[78]0$|gaudi|max1\d{3}|flex\d{3})": f"a card of Intel's XPU {_UNKNOWN_MEMORY}",
     r"(apple|mac|m[1-9](pro|max|ultra)?$)": f"Apple's MPS {_ONE_MEMORY} Nor is its allocator known here.",
     r"(dgx)?(gb10|spark)": f"GB10 (DGX Spark) {_ONE_MEMORY} Split it: a .toml file describes the card's part, "

@@ -16,6 +16,10 @@ is_truly_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  #
 """The original getter of ``Tensor.is_meta``, which scripts see replaced."""
 COPIES = frozenset({_ATEN.copy_.default, _ATEN._foreach_copy_.default})
 """Ops that copy between host and card, depending on their arguments."""
+FLOAT8_PRODUCTS = frozenset(
+    {_ATEN._scaled_mm.default, *([_ATEN._scaled_mm_v2.default] if hasattr(_ATEN, "_scaled_mm_v2") else [])}
+)
+"""Products that need a card with float8 tensor cores."""
 PUTS = frozenset({_ATEN.index_put_.default, _ATEN.index_put.default})
 """Ops that convert mask indices to positions, a tensor of data-dependent size."""
 TAKES_HOST_INDICES = PUTS | {_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor}

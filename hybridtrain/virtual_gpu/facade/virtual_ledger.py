@@ -30,6 +30,7 @@ from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.facade.known_values import KnownValues, Place
 from hybridtrain.virtual_gpu.facade.op_sets import (
     COPIES,
+    FLOAT8_PRODUCTS,
     META,
     WORKSPACES,
     accumulated,
@@ -147,6 +148,11 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor],
         place: Place, target: Place | None
     ) -> Any:  # fmt: skip
+        if func in FLOAT8_PRODUCTS and place is Place.DEVICE and not self.card.has_float8_tensor_cores:
+            raise RuntimeError(
+                f"{func}: float8 products need compute capability 8.9; {self.card.name} has "
+                f"{self.card.compute_capability}; use bfloat16"
+            )
         written = written_tensors(func, args, kwargs)
         for tensor in written:  # a storage that Python copied is first seen here
             self._enter_at(tensor, place)

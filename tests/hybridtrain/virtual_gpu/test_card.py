@@ -63,7 +63,13 @@ def test_a_16_gb_card_in_bytes_and_rates() -> None:
     assert found.memory_bytes == 15929 * MIB
     assert found.context_bytes == 584 * MIB
     assert found.allocator_capacity_bytes == (15929 - 584) * MIB
-    assert found.flops_per_second == {"bfloat16": 88.2e12, "float16": 88.2e12, "float32": 44.1e12}
+    assert found.flops_per_second == {
+        "bfloat16": 88.2e12,
+        "float16": 88.2e12,
+        "float32": 44.1e12,
+        "float8_e4m3fn": 176.4e12,
+        "float8_e5m2": 176.4e12,
+    }
     assert found.memory_bytes_per_second == 672.3e9
     assert found.bus_bytes_per_second == 31.5e9
 

@@ -60,7 +60,7 @@ def test_the_hint_for_a_card_spelled_otherwise_is_its_name() -> None:
     ("names", "beginning", "reason"),
     [
         (
-            ["rx-7900-xtx", "mi210", "mi300x", "AMD Instinct MI250", "Radeon RX 9070 XT", "w7900", "gfx942"],
+            ["rx-7900-xtx", "mi210", "mi300x", "AMD Instinct MI250", "Radeon RX 9070 XT", "w7900", "gfx942", "9070-xt"],
             "a card of AMD's ROCm cannot be planned",
             "allocator settings",
         ),

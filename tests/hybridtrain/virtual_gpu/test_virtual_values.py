@@ -279,6 +279,21 @@ def test_a_card_below_8_0_takes_bfloat16_by_emulation_and_has_no_flash_attention
         assert "_scaled_dot_product_flash_attention" not in ops(gpu)
 
 
+@pytest.mark.parametrize(
+    ("card", "runs"), [("rtx-4090", True), ("h100-pcie", True), ("rtx-3090", False), ("t4", False)]
+)
+def test_float8_products_need_compute_capability_8_9(card: str, *, runs: bool) -> None:
+    with VirtualGpu(card) as gpu:
+        left, right = (torch.ones(32, 32, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+        scale = torch.ones((), device="cuda")
+        if runs:
+            out = torch._scaled_mm(left, right.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+            assert (out.shape, ops(gpu)[-1]) == ((32, 32), "_scaled_mm")
+        else:
+            with pytest.raises(RuntimeError, match=r"need compute capability 8\.9"):
+                torch._scaled_mm(left, right.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+
+
 def test_dropout_keeps_a_mask_of_booleans(gpu: VirtualGpu) -> None:
     inputs = torch.randn(1024, device="cuda", requires_grad=True)
     before = torch.cuda.memory_allocated()

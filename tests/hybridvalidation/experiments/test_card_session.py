@@ -345,6 +345,16 @@ class TestPlan:
         assert card.pcie_gbps * 0.8 == pytest.approx(55.0)
         assert card.memory_mib == 16 * 1024
 
+    def test_cards_of_one_name_are_told_apart_by_their_multiprocessors(self) -> None:
+        for name in ("rtx-3080-10gb", "rtx-3080-12gb"):
+            card = find_card(name)
+            found = card_under_cap(replace(CEILINGS, name=card.name, num_sms=card.sms), 8 * GIB)
+            assert found == replace(card, memory_mib=8 * 1024, context_mib=601)
+
+    def test_an_unknown_card_without_bfloat16_tensor_cores_has_one_rate(self) -> None:
+        card = card_under_cap(replace(CEILINGS, name="Quadro Z1", compute_capability="7.5"), 16 * GIB)
+        assert card.tflops_bf16 == card.tflops_fp32 == pytest.approx(780.0 / 0.75)
+
     def test_a_given_stack_is_run_dry(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(model_config.PRESETS, "tiny", TINY)
         job = PlanJob(part=part(), card=find_card("h200"), host=Host(memory_gib=64))

@@ -19,7 +19,8 @@ from hybridvalidation.experiments.card_session.record import Ceilings
 from hybridvalidation.records.asked import plan_figures
 
 _FP32_SHARE = 1 / 8
-"""Assumed ratio of fp32 to bfloat16 matmul rates for unknown cards; the evidence trains in bfloat16."""
+"""Rate of fp32 matmuls against bfloat16 ones, for a card of no catalogue; the evidence trains in bfloat16. Cards below
+compute capability 8.0, without tensor cores for it, have one rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +51,16 @@ def card_under_cap(ceilings: Ceilings, cap_bytes: int) -> Card:
 
     Data are from the catalogue; an unknown card gets the measured rates.
     """
-    facts = next((card for card in card_catalogue().values() if card.name == ceilings.name), None)
+    alike = [card for card in card_catalogue().values() if card.name == ceilings.name]
     memory_mib, context_mib = cap_bytes // MIB, -(-ceilings.context_with_libraries_bytes // MIB)
-    if facts is not None:
+    if alike:  # an RTX 3080 of 12 GB has more multiprocessors than one of 10 GB
+        facts = min(alike, key=lambda card: abs(card.sms - ceilings.num_sms))
         return replace(facts, memory_mib=memory_mib, context_mib=context_mib)
     tflops = ceilings.matmul_tflops / DEFAULT_EFFICIENCY.matmul
+    share = _FP32_SHARE if float(ceilings.compute_capability) >= 8.0 else 1.0
     return Card(
         name=ceilings.name, memory_mib=memory_mib, context_mib=context_mib,
-        compute_capability=ceilings.compute_capability, tflops_bf16=tflops, tflops_fp32=tflops * _FP32_SHARE,
+        compute_capability=ceilings.compute_capability, tflops_bf16=tflops, tflops_fp32=tflops * share,
         memory_gbps=ceilings.device_copy_gbps / DEFAULT_EFFICIENCY.memory,
         pcie_gbps=ceilings.in_gbps / DEFAULT_EFFICIENCY.bus, sms=ceilings.num_sms,
     )  # fmt: skip
