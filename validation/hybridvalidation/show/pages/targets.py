@@ -36,7 +36,7 @@ _HOW = f"""## What a verdict means
 - Registered studies count first, then scenarios, then single stacks. The least favourable of those that count stands.
 - A scenario's row is judged on the stack that does best on all its rows: fewest missed, then most held.
 - A quality ladder judges at its largest finished model size; smaller ones are told.
-- The time model's error is the mean absolute error of single speeds on held-out cards: {100 * TIME_ERROR:.1f} %, no bound.
+- The time model's error is the mean absolute error of single speeds on held-out cards, {100 * TIME_ERROR:.1f} %.
 - It is {100 * WAITING_ERROR:.1f} % for steps that wait {LEAST_WAITING:.0%} of their time or more, over recorded runs on
   fitted cards, before a rule was added.
 - A ratio of two speeds takes the same error, though recipes of other trainers on one card differ by more.
