@@ -130,11 +130,11 @@ def test_key_pages_are_legible_on_every_screen_and_on_paper(
         opened.page.emulate_media(media="print")
         assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         assert not opened.page.get_by_role("navigation", name="Pages").is_visible()
-        widths = opened.page.eval_on_selector_all(
-            "figure.chart .main-svg", "drawn => drawn.map(one => one.getBoundingClientRect().right)"
+        opened.page.wait_for_function(  # drawn anew with the next frame
+            "([count, width]) => { const drawn = [...document.querySelectorAll('figure.chart .main-svg')]; "
+            "return drawn.length >= count && drawn.every(one => one.getBoundingClientRect().right <= width); }",
+            arg=[num_plots, PAPER[0]],
         )
-        assert len(widths) >= num_plots
-        assert all(width <= PAPER[0] for width in widths), (name, widths)
         assert opened.page.evaluate(WIDER) <= 0, name
         assert len(opened.page.pdf(format="A4")) > 10_000
         opened.page.emulate_media(media="screen")
