@@ -131,10 +131,14 @@ def _layout(view: View) -> dict[str, Any]:
 
 def _label(view: View, name: str, label: tuple[float, str]) -> dict[str, Any]:
     """Return words at the end of a bar, within the axis."""
+    end, words = label
     low, high = view.x.range or (0.0, max(end for end, _ in view.labels.values()))
-    is_cut, end = label[0] > low + 0.8 * (high - low), max(label[0], low)
-    place = {"x": 1, "xref": "paper", "xanchor": "right"} if is_cut else {"x": end, "xref": "x", "xanchor": "left"}
-    return {**place, "y": name, "text": label[1], "showarrow": False, "bgcolor": _PAGE, "xshift": 0 if is_cut else 3}
+    place: dict[str, Any] = {"x": max(end, low), "xanchor": "left", "xshift": 3}
+    if end > low + 0.8 * (high - low):  # there is no room behind it
+        place = {"x": min(end, high), "xanchor": "right", "xshift": -3}
+    if end > high:
+        place |= {"x": 1, "xref": "paper"}
+    return {"xref": "x", **place, "y": name, "text": words, "showarrow": False, "bgcolor": _PAGE}
 
 
 def _axis(view: View, name: str, axis: Axis) -> dict[str, Any]:

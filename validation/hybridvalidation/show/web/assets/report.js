@@ -127,7 +127,7 @@ function makeSortable(table, heads, head, column) {
 // ---- pictures
 
 const PAPER_WIDTH = 660;  // pixels between the margins of A4
-const NARROW = 600, LETTERS = 18;
+const NARROW = 600, LETTERS = 22;
 const SYMBOLS = {
   circle: "\u25cf", square: "\u25a0", "triangle-up": "\u25b2", diamond: "\u25c6", "triangle-down": "\u25bc", cross: "\u271a", star: "\u2605",
 };
@@ -153,18 +153,21 @@ function merged(...layouts) {
   return found;
 }
 
-function folded(name) {  // in two lines, for a phone
+function folded(text, letters, most) {  // in so many lines at most
   const lines = [""];
-  for (const word of name.split(" ")) {
+  for (const word of text.split(" ")) {
     const longer = `${lines.at(-1)} ${word}`.trim();
-    if (longer.length > LETTERS && lines.at(-1)) lines.push(word); else lines[lines.length - 1] = longer;
+    if (longer.length > letters && lines.at(-1)) lines.push(word); else lines[lines.length - 1] = longer;
   }
-  return lines.length > 2 ? `${lines[0]}<br>${lines[1]} ...` : lines.join("<br>");
+  return lines.slice(0, most).join("<br>") + (lines.length > most ? " ..." : "");
 }
 
-function namesOf(layout, isNarrow) {
-  const names = layout.yaxis.categoryarray;
-  return names && isNarrow ? { yaxis: { tickmode: "array", tickvals: names, ticktext: names.map(folded) } } : {};
+function narrowed({ xaxis, yaxis }) {  // long words would leave a phone no room for bars
+  const names = yaxis.categoryarray;
+  return {
+    xaxis: xaxis.title ? { title: { text: folded(xaxis.title.text, LETTERS, 3) } } : {},
+    yaxis: names ? { tickmode: "array", tickvals: names, ticktext: names.map((name) => folded(name, LETTERS, 2)) } : {},
+  };
 }
 
 function axis() {
@@ -187,7 +190,7 @@ function draw(figure) {
       hoverlabel: { bgcolor: "$panel", bordercolor: "$edge", font: { color: "$text" } },
     },
     figure.spec[figure.view].layout,
-    namesOf(figure.spec[figure.view].layout, !paper.matches && figure.plot.clientWidth < NARROW),
+    !paper.matches && figure.plot.clientWidth < NARROW ? narrowed(figure.spec[figure.view].layout) : {},
     figure.range ? { xaxis: { range: figure.range, autorange: false } } : {},
     paper.matches ? { width: PAPER_WIDTH, autosize: false } : { autosize: true },
   );
