@@ -388,3 +388,22 @@ def test_rows_on_stacks_are_judged_on_each_in_order(monkeypatch: pytest.MonkeyPa
     verdicts = judge_all(run, targets)
     assert [(item.target, item.stack) for item in verdicts] == [("b", "tight"), ("b", "lean"), ("a", "vanilla")]
     assert judge_jointly(run, targets) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "because"),
+    [
+        (Metric(3.0, Evidence.PLANNED, "GiB"), "3.00 GiB meets at most 4"),
+        (Metric(5.0, Evidence.PLANNED, "GiB"), "5.00 GiB misses at most 4"),
+        (Metric(3.0, Evidence.PLANNED, "GiB", fits=False), "3.00 GiB, but it runs out of memory"),
+        (Metric(3.0, Evidence.PLANNED, "GiB", decimal=4.5), "3.00 GiB may meet or miss at most 4"),
+        (
+            Metric(3.0, Evidence.ARITHMETIC, "GiB", decider=Decider(5.0, Evidence.PLANNED, "is a part", "the peak")),
+            "3.00 GiB as stated, but 5.00 GiB decides",
+        ),
+    ],
+)
+def test_the_reason_is_also_told_in_few_words(monkeypatch: pytest.MonkeyPatch, metric: Metric, because: str) -> None:
+    found = judged_one(monkeypatch, target("max", "peak_vram_gib", value=4.0), metric)
+    assert found.because == because
+    assert len(found.because.split()) <= 12

@@ -47,7 +47,7 @@ def test_markup_of_others_is_text() -> None:
     assert "<script" not in found.lead + found.html
     assert "javascript:" not in re.findall(r'href="([^"]*)"', found.lead)
     assert re.findall(r'(?:href|src)="([^"]*)"', found.lead) == ["recorded.html", "pictures/new.png"]
-    assert "Drawn on this page" in found.lead
+    assert ">shown <img" in found.lead
 
 
 @pytest.fixture(scope="module")

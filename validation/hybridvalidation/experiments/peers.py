@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
@@ -14,7 +13,7 @@ from hybridtrain.config.rules import repeated
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
-from hybridtrain.reports.tables import TERMINAL
+from hybridtrain.reports.tables import TERMINAL, table_with_notes
 from hybridtrain.units import format_seconds, to_gib
 from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.child import ONE_THREAD, Child, ChildResult
@@ -33,7 +32,7 @@ _LIMIT_S = 1800.0
 _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Disable compilation: torchao compiles its update for minutes, and a virtual card runs eager code anyway."""
 _HEADERS = (
-    "engine", "recipe", "peak GiB", "reserved GiB", "host GiB", "fits", "step time", "tokens/s", "bottleneck",
+    "recipe", "fits", "reserved GiB", "tokens/s", "host GiB", "bottleneck", "allocated GiB", "step time",
     "evidence", "remark",
 )  # fmt: skip
 
@@ -354,7 +353,7 @@ def peer_table(rows: Iterable[Row], style: str) -> str:
         for kind in (Evidence.PLANNED, Evidence.MEASURED)
         if kind is Evidence.PLANNED or row.figures(kind) is not None
     ]
-    return tabulate(lines, headers=_HEADERS, tablefmt=style, disable_numparse=True)
+    return table_with_notes(_HEADERS, lines, style)
 
 
 def versions_lines(rows: Iterable[Row]) -> list[str]:
@@ -387,17 +386,17 @@ def _figures_mapping(row: Row, figures: PeerFigures) -> dict[str, object]:
 
 def _line(row: Row, kind: Evidence) -> list[str]:
     figures = row.figures(kind)
-    names = [row.run.engine, row.run.id]
+    name = f"{row.run.engine} {row.run.id}"
     if figures is None:
-        return [*names, *["-"] * 7, _evidence(row, kind), _joined(row.why(kind), row.run.remark)]
+        return [name, *["-"] * 7, _evidence(row, kind), _joined(row.why(kind), row.run.remark)]
     tokens_per_s = row.tokens_per_s(figures)
     lost = f"{figures.without_gradient} trainable parameters without gradient" if figures.without_gradient else ""
     return [
-        *names, f"{to_gib(figures.peak_allocated_bytes):.2f}", f"{to_gib(figures.peak_reserved_bytes):.2f}",
-        f"{to_gib(figures.host_peak_bytes):.2f}" if kind is Evidence.PLANNED else "-",
-        "yes" if figures.fits else "NO", *(
-            ("-", "-") if tokens_per_s is None else (format_seconds(figures.step_time_s), f"{tokens_per_s:,.0f}")
-        ), figures.bound or "-",
+        name, "yes" if figures.fits else "NO", f"{to_gib(figures.peak_reserved_bytes):.2f}",
+        "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}",
+        f"{to_gib(figures.host_peak_bytes):.2f}" if kind is Evidence.PLANNED else "-", figures.bound or "-",
+        f"{to_gib(figures.peak_allocated_bytes):.2f}",
+        "-" if tokens_per_s is None else format_seconds(figures.step_time_s),
         _evidence(row, kind), _joined(figures.shortage, lost, row.run.remark),
     ]  # fmt: skip
 

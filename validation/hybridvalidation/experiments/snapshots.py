@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from hashlib import sha1
 from pathlib import Path
 
-from tabulate import tabulate
-
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import DataError
 from hybridtrain.planning.dry_runs import DryRunInputs
-from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
+from hybridtrain.reports.tables import MARKDOWN, TERMINAL, table, write_page
 from hybridtrain.units import format_bytes, to_gib
 from hybridtrain.virtual_gpu.allocator.recorded_snapshot import read_snapshot
 from hybridtrain.virtual_gpu.allocator.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
@@ -165,12 +163,12 @@ def snapshots_text(record: SnapshotsRecord, style: str = TERMINAL) -> str:
     others = [each for each in record.devices if each.replay is None]
     parts = [headline(record)]
     if replayed:
-        headers = ("snapshot", "allocations", "segments", "events", "same", "reserved", "since", "rising", "falling")
-        parts.append(tabulate(map(_row, replayed), headers=headers, tablefmt=style, disable_numparse=True))
+        headers = ("snapshot", "same", "reserved", "rising", "falling", "allocations", "segments", "events", "since")
+        parts.append(table(headers, list(map(_row, replayed)), style))
     if others:
-        rows = [[_name(each), each.num_blocks, each.num_lawful, each.refused] for each in others]
+        rows = [[_name(each), str(each.num_blocks), str(each.num_lawful), each.refused] for each in others]
         titles = ("snapshot without events", "blocks in use", "of the model's size", "remark")
-        parts.append(tabulate(rows, headers=titles, tablefmt=style, disable_numparse=True))
+        parts.append(table(titles, rows, style))
     return "\n\n".join(parts)
 
 
@@ -263,11 +261,11 @@ def _row(each: ReplayedDevice) -> list[str]:
     replay = each.replay
     assert replay is not None, "only files with events have a row"
     return [
-        _name(each), f"{replay.num_allocs:,}", f"{replay.num_segments:,}", f"{replay.num_events:,}",
-        "all" if _is_same(replay) else f"{replay.num_same_events:,}",
+        _name(each), "all" if _is_same(replay) else f"{replay.num_same_events:,}",
         format_bytes(replay.recorded.reserved_bytes),
-        format_bytes(replay.recorded.peak_reserved_bytes - replay.start_reserved_bytes),
         *(f"{100 * _error(outcome, replay.recorded):+.2f} %" for outcome in (replay.rising, replay.falling)),
+        f"{replay.num_allocs:,}", f"{replay.num_segments:,}", f"{replay.num_events:,}",
+        format_bytes(replay.recorded.peak_reserved_bytes - replay.start_reserved_bytes),
     ]  # fmt: skip
 
 
@@ -320,8 +318,7 @@ def moves_text(records: Sequence[MovesRecord], style: str) -> str:
         cells = ["-" if share is None else f"{100 * share:+.1f} %" for share in shares]
         rows.append([scenario, plan.stack, f"{to_gib(plan.planned_bytes):.2f}", *cells])
     headers = ("scenario", "stack", "reserved GiB", *_CHANGES)
-    table = tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
-    return f"{headline}\n\n{table}\n\n{_HOW_PLANS}"
+    return f"{headline}\n\n{table(headers, rows, style, keys=2)}\n\n{_HOW_PLANS}"
 
 
 def _share(plan: PlanMoves, change: str) -> float | None:

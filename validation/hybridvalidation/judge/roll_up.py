@@ -24,7 +24,7 @@ def roll_up(targets: Mapping[str, Target], found: Iterable[Verdict]) -> list[Ver
 
 
 def counts(rows: Sequence[Verdict]) -> str:
-    """Return the number of figures by verdict, in a sentence."""
+    """Return the number of figures by verdict, and remarks on those that hold."""
     of_status = Counter(row.status for row in rows)
     told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
     held = [row for row in rows if row.status is Status.HOLDS]
@@ -35,10 +35,10 @@ def counts(rows: Sequence[Verdict]) -> str:
         ("By a bound that a harmful control meets, or does not clearly miss", sum(row.is_blunt for row in rows)),
         ("Without any of these remarks", sum(not row.has_remark for row in held)),
     )
-    also = "".join(f" {description}: {number}." for description, number in remarks if number)
+    also = "".join(f"\n- {description}: {number}." for description, number in remarks if number)
     kinds = Counter(row.shown_by for row in held)
     by_kind = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
-    of_these = f" Of those that hold, by evidence: {by_kind}.{also}" if held else ""
+    of_these = f"\n\nOf those that hold:\n\n- By evidence: {by_kind}.{also}" if held else ""
     return f"{len(rows)} stated targets: {told}.{of_these}"
 
 
@@ -60,7 +60,7 @@ def _says_something(verdict: Verdict) -> bool:
 def _standing(target: Target, verdicts: Sequence[Verdict]) -> Verdict:
     known = [verdict for verdict in verdicts if _says_something(verdict)] or verdicts
     if not known:
-        return replace(judge_metric(target, "", None), reason="judged nowhere.")
+        return replace(judge_metric(target, "", None), reason="judged nowhere.", because="judged nowhere")
     weight = max(map(_weight, known))
     counting = [verdict for verdict in known if _weight(verdict) == weight]
     worst = max(counting, key=lambda verdict: _BEST_FIRST.index(verdict.status))

@@ -55,7 +55,9 @@ class Verdict:
     stack: str
     status: Status
     reason: str
-    """Sentence with the figure and the bound."""
+    """A sentence with the figure and the bound."""
+    because: str
+    """The reason in at most twelve words."""
     evidence: Evidence | None
     value: float | None
     unit: str = ""
@@ -131,7 +133,7 @@ def judge_metric(
     """
     unknown = Verdict(
         target=target.id, description=target.description, stack=stack, status=Status.UNPROVEN,
-        reason=f"{stack}: {missing}.",
+        reason=f"{stack}: {missing}.", because=missing,
         evidence=None, value=None,
     )  # fmt: skip
     if metric is None:
@@ -139,8 +141,9 @@ def judge_metric(
     status, reason = _compare(target, stack, metric)
     holds = status is Status.HOLDS
     return replace(
-        unknown, status=status, reason=reason, evidence=metric.evidence, value=metric.value, unit=metric.unit,
-        fits=metric.fits, margin=_margin(target, metric.value), decider=metric.decider, record=record,
+        unknown, status=status, reason=reason, because=_because(target, metric, status), evidence=metric.evidence,
+        value=metric.value, unit=metric.unit, fits=metric.fits, margin=_margin(target, metric.value),
+        decider=metric.decider, record=record,
         is_outside=holds and _is_outside(target, metric.value), is_untested=holds and metric.is_untested,
         is_blunt=holds and bool(metric.blunt),
     )  # fmt: skip
@@ -187,6 +190,17 @@ def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
         status = Status.UNDECIDED if metric.interval is None else Status.UNPROVEN
         word = "is not distinguishable from"
     return status, f"{shown} {word} {_wanted(target)}, {metric.evidence}"
+
+
+def _because(target: Target, metric: Metric, status: Status) -> str:
+    """Return the figure and the bound, or what overrules them."""
+    shown = f"{short_number(metric.value)} {metric.unit}"
+    if status is Status.MISLEADING and metric.decider is not None:
+        return f"{shown} as stated, but {short_number(metric.decider.value)} {metric.unit} decides"
+    if status is Status.REFUTED and _keeps(target, metric.value):
+        return f"{shown}, but it runs out of memory"
+    word = {Status.UNDECIDED: "may meet or miss", Status.UNPROVEN: "may meet or miss", Status.REFUTED: "misses"}
+    return f"{shown} {word.get(status, 'meets')} {_wanted(target)}"
 
 
 def _keeps(target: Target, value: float) -> bool:

@@ -13,12 +13,11 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.plan.memory_plan import Attention
-from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.reports.tables import MARKDOWN, table, write_page
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest
 from hybridtrain.units import format_bytes
@@ -49,7 +48,8 @@ SAVING, COST = "flash-attention-saving", "flash-attention-cost"
 STATED_SAVING_PCT = 99.0
 """Saving to search for if no target states one."""
 _HEADERS = (
-    "model", "tokens", "unfused peak", "flash peak", "saved %", "unfused kept", "flash kept", "saved %", "time %",
+    "model", "tokens", "peak saved %", "unfused peak", "flash peak", "time %", "kept saved %", "unfused kept",
+    "flash kept",
 )  # fmt: skip
 _BYTES = ("peak_bytes", "kept_bytes")
 _HOW = (
@@ -207,10 +207,10 @@ def attention_text(record: AttentionRecord, targets: Mapping[str, Target], style
         peaks, kept = ([format_bytes(getattr(cost, name)) for cost in (point.unfused, point.flash)] for name in _BYTES)
         saving, kept_saving = f"{point.saving_pct:.2f}", f"{point.kept_saving_pct:.2f}"
         time_cell = f"{point.time_overhead_pct:+.0f}"
-        rows.append([point.model, f"{point.seq_len:,}", *peaks, saving, *kept, kept_saving, time_cell])
-    table = tabulate(rows, headers=_HEADERS, tablefmt=style, disable_numparse=True)
+        rows.append([point.model, f"{point.seq_len:,}", saving, *peaks, time_cell, kept_saving, *kept])
+    shown = table(_HEADERS, rows, style, keys=2)
     how = _HOW.format(dtype=record.dtype, card=card_catalogue()[record.card].name)
-    return f"{table}\n\n{how}\n\n{verdict_table(judge_attention(record, targets), style)}"
+    return f"{shown}\n\n{how}\n\n{verdict_table(judge_attention(record, targets), style)}"
 
 
 def write_attention(records: list[AttentionRecord], targets: Mapping[str, Target], results: Path) -> list[Path]:

@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tabulate import tabulate
-
-from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.reports.tables import MARKDOWN, table, write_page
 from hybridtrain.units import GB, MIB
 from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.experiments.card_session.record import EvidenceRecord
@@ -52,12 +50,12 @@ def judge_kernels(records: Sequence[KernelRecord], targets: Mapping[str, Target]
 
 
 _CASE_HEADERS = (
-    "op", "shape", "mode", "clock", "winner", "ours us", "best other", "us", "ours / other", "GB/s", "TFLOP/s",
-    "of roofline",
+    "op", "case", "winner", "ours us", "best other", "its us", "ours / other", "GB/s", "TFLOP/s", "of roofline",
+    "clock",
 )  # fmt: skip
 _PROVIDER_HEADERS = (
-    "op", "shape", "dtype", "mode", "provider", "us", "20 to 80 %", "samples", "GB/s", "TFLOP/s", "of roofline",
-    "peak MiB", "error", "tolerance",
+    "op", "case", "provider", "us", "20 to 80 %", "samples", "peak MiB", "GB/s", "TFLOP/s", "of roofline",
+    "error / tolerance",
 )  # fmt: skip
 _HOW = (
     "Times: median of one call, providers in turn. Clock `device`: between CUDA events, inputs in no cache, launches "
@@ -113,13 +111,13 @@ def card_peaks(card: str, evidence: Sequence[EvidenceRecord]) -> Peaks | None:
 def case_table(records: Sequence[KernelRecord], peaks: Peaks | None, style: str) -> str:
     """Return one row per case: the winner, and our time over the best other one's."""
     rows = [_case_row(record, peaks) for record in records]
-    return tabulate(rows, headers=_CASE_HEADERS, tablefmt=style, disable_numparse=True)
+    return table(_CASE_HEADERS, rows, style, keys=2)
 
 
 def provider_table(records: Sequence[KernelRecord], peaks: Peaks | None, style: str) -> str:
     """Return one row per timed provider."""
     rows = [_provider_row(record, result, times, peaks) for record in records for result, times in record.timed()]
-    return tabulate(rows, headers=_PROVIDER_HEADERS, tablefmt=style, disable_numparse=True)
+    return table(_PROVIDER_HEADERS, rows, style, keys=3)
 
 
 _WORDS = {Outcome.WRONG: "wrong", Outcome.ERROR: "failed", Outcome.SKIPPED: "missing"}
@@ -182,12 +180,12 @@ def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[st
 
 def _case_row(record: KernelRecord, peaks: Peaks | None) -> list[str]:
     ours, other = record.fastest(lambda result: result.is_ours), record.fastest(lambda result: not result.is_ours)
-    head = [record.op, record.shape, record.mode, record.clock, _winner(record.timed())]
+    head = [record.op, f"{record.shape}, {record.mode}", _winner(record.timed())]
     other_cells = ["-", "-"] if other is None else [other[0].provider, _us(other[1].q50_s)]
     if ours is None:
-        return [*head, "-", *other_cells, *["-"] * 4]
+        return [*head, "-", *other_cells, *["-"] * 4, record.clock]
     ratio = "-" if other is None else f"{ours[1].q50_s / other[1].q50_s:.2f}"
-    return [*head, _us(ours[1].q50_s), *other_cells, ratio, *_rates(record, ours[1].q50_s, peaks)]
+    return [*head, _us(ours[1].q50_s), *other_cells, ratio, *_rates(record, ours[1].q50_s, peaks), record.clock]
 
 
 def _winner(timed: Sequence[tuple[ProviderResult, Times]]) -> str:
@@ -201,10 +199,10 @@ def _winner(timed: Sequence[tuple[ProviderResult, Times]]) -> str:
 
 def _provider_row(record: KernelRecord, result: ProviderResult, times: Times, peaks: Peaks | None) -> list[str]:
     return [
-        record.op, record.shape, record.dtype, record.mode, result.provider, _us(times.q50_s),
-        f"{_us(times.q20_s)} to {_us(times.q80_s)}", str(times.num_samples), *_rates(record, times.q50_s, peaks),
-        "n/a" if result.peak_bytes is None else f"{result.peak_bytes / MIB:,.1f}", _error(result.error),
-        _error(result.allowed_error),
+        record.op, f"{record.shape}, {record.dtype}, {record.mode}", result.provider, _us(times.q50_s),
+        f"{_us(times.q20_s)} to {_us(times.q80_s)}", str(times.num_samples),
+        "n/a" if result.peak_bytes is None else f"{result.peak_bytes / MIB:,.1f}",
+        *_rates(record, times.q50_s, peaks), f"{_error(result.error)} / {_error(result.allowed_error)}",
     ]  # fmt: skip
 
 

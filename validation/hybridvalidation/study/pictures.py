@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any
 
-from hybridvalidation.pictures.picture import COLORS, Axis, Line, Picture, Series, View, intervals
+from hybridvalidation.pictures.picture import COLORS, INK, Axis, Line, Picture, Series, View, intervals
 from hybridvalidation.study.equivalence import Finding, judge_size
 from hybridvalidation.study.factors import harms, horizon_curve, lr_curve, method_figures
 from hybridvalidation.study.protocol import (
@@ -18,8 +18,8 @@ from hybridvalidation.study.protocol import (
     study_record,
 )
 
-_COLORS = ("#000000", *COLORS)
-"""Colors; black is AdamW."""
+_COLORS = (INK, *COLORS)
+"""AdamW's first."""
 _FINDING_COLORS = {
     Finding.EQUIVALENT: "#009e73", Finding.WORSE: "#d55e00", Finding.BETTER: "#0072b2", Finding.INCONCLUSIVE: "#8c6d31",
     Finding.UNFINISHED: "#999999",
