@@ -188,8 +188,8 @@ def test_a_right_figure_that_does_not_decide_is_misleading(
 def test_a_misleading_figure_comes_with_the_one_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     found = judged_one(monkeypatch, target("min", value=96.0), saving(96.25, 61.0))
     assert found.reason == (
-        "lean: 96.25 % meets at least 96, arithmetic, but is an average over steps; the deciding figure, the peak of Full: "
-        "61.00 %, planned; 4 of 32 kept."
+        "lean: 96.25 % meets at least 96, arithmetic, but is an average over steps; the deciding figure, the peak of "
+        "Full: 61.00 %, planned; 4 of 32 kept."
     )
 
 
