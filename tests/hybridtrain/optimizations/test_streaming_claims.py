@@ -174,7 +174,7 @@ FAULTS: dict[str, Callable[[], Optimization]] = {
     "active_phases: empty; name at least one phase or drop the optimization": lambda: WeightStreaming(
         max_active_layers=0, resident_layers=-1, active_phases=()
     ),
-    "tier: disk needs update_on = 'device'; updates on the host need weights in host memory": lambda: OptimizerOffload(
+    "tier: disk needs update_on = 'device'; an update on the host works in host memory": lambda: OptimizerOffload(
         update_on="host", tier="disk"
     ),
     "offload_grads: false needs update_on = 'device'; an update on the host reads gradients in host memory": lambda: (
@@ -227,7 +227,7 @@ REFUSED: list[tuple[str, list[Optimization]]] = [
         [Lora(), Int8Weights(static_scales=True)],
     ),
     (
-        "master.codec: float32 beside adapters that are float32 themselves; leave master out, or add mixed_precision.",
+        "master.codec: float32 is not used, as adapters are float32 themselves; remove master, or add mixed_precision.",
         [Lora(), Int8Weights(master="float32")],
     ),
     (f"{BOUNDARY_FAULT}\n{FUSED_FAULT}", [ActivationOffload(), FusedUpdate(), GradAccumulation()]),

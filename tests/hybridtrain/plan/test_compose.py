@@ -295,7 +295,7 @@ WRONG: dict[str, dict[str, object]] = {
     "grad_accum_steps: 0 must be at least 1.": {"grad_accum_steps": 0},
     "prefetch_distance: 2 must be below max_active_layers (2), which includes the current block; lower it, or set "
     "max_active_layers = 3.": {"prefetch_distance": 2},
-    "weight.codec: split16 is not one of float32, bfloat16, float16, int8_blocks, nf4; claim one of those.": {
+    "weight.codec: split16 is not one of float32, bfloat16, float16, int8_blocks, nf4; claim one of these.": {
         "weight": on_device(Codec.SPLIT16)
     },
     "grad.placement: fused_update with 4 micro-batches needs grad_accumulation with schedule = 'vertical' and all "

@@ -51,12 +51,16 @@ def accept(folder: Path) -> None:
     ("change", "code", "description"),
     [
         ({}, GateExit.OK, ""),
-        ({"spill_bytes": 64}, GateExit.REGRESSED, "B a thread spilled to memory: 0 -> 64"),
-        ({"shared_bytes": 2048}, GateExit.REGRESSED, "B of shared memory a block: 1,024 -> 2,048"),
-        ({"registers": 41}, GateExit.REGRESSED, "registers a thread: 40 -> 41"),
+        ({"spill_bytes": 64}, GateExit.REGRESSED, "B spilled per thread: 0 -> 64"),
+        ({"shared_bytes": 2048}, GateExit.REGRESSED, "B of shared memory per block: 1,024 -> 2,048"),
+        ({"registers": 41}, GateExit.REGRESSED, "registers per thread: 40 -> 41"),
         ({"code_bytes": 5001}, GateExit.REGRESSED, "B of code: 5,000 -> 5,001"),
-        ({"registers": 32}, GateExit.IMPROVED, "registers a thread: 40 -> 32"),
-        ({"registers": 32, "spill_bytes": 4}, GateExit.REGRESSED, "registers a thread: 40 -> 32, B a thread spilled"),
+        ({"registers": 32}, GateExit.IMPROVED, "registers per thread: 40 -> 32"),
+        (
+            {"registers": 32, "spill_bytes": 4},
+            GateExit.REGRESSED,
+            "registers per thread: 40 -> 32, B spilled per thread",
+        ),
     ],
     ids=["same", "spills", "shared", "registers", "code", "better", "better-and-worse"],
 )

@@ -156,7 +156,7 @@ def test_a_plan_that_the_card_holds_no_more_fails(pytester: pytest.Pytester) -> 
     write(pytester, width=32768)
     gone = run(pytester)
     gone.assert_outcomes(failed=1)
-    assert ": fits no more, " in gone.stdout.str()
+    assert ": no longer fits, " in gone.stdout.str()
 
 
 def test_without_a_baseline_limits_hold_and_nothing_is_said_to_be_equal(pytester: pytest.Pytester) -> None:
@@ -185,7 +185,7 @@ def test_a_part_of_the_tests_keeps_the_other_plans_and_a_whole_run_drops_what_is
     (pytester.path / "test_two.py").unlink()
     told = run(pytester)
     told.assert_outcomes(passed=1)
-    assert "gone: second: no test makes it any more; pytest --memory-approve drops it" in told.stdout.str()
+    assert "gone: second: no test plans it any more; pytest --memory-approve removes it" in told.stdout.str()
     run(pytester, "--memory-approve")
     assert sorted(plans(pytester)) == ["test_one.py::test_one"]
 

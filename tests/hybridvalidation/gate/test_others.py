@@ -76,7 +76,7 @@ def keep(packages: dict[str, str] | None = None, outcome: Outcome = Outcome.OK, 
 @pytest.mark.parametrize(
     ("figures", "code", "description"),
     [
-        ({"peak": 103.0, "oom": 0.0}, GateExit.OK, "gate: ok, 1 plans of others' trainers compared"),
+        ({"peak": 103.0, "oom": 0.0}, GateExit.OK, "gate: ok, 1 plans of other trainers compared"),
         ({"peak": 103.5, "oom": 0.0}, GateExit.REGRESSED, "regressed: recorded/mine a: peak: 103 -> 103.5"),
         ({"peak": 98.0, "oom": 0.0}, GateExit.IMPROVED, "improved: recorded/mine a: peak: 103 -> 98"),
         ({"peak": 103.0, "oom": 1.0}, GateExit.REGRESSED, "oom: 0 -> 1"),
@@ -134,7 +134,7 @@ def test_what_cannot_be_planned_here_is_told(capsys: pytest.CaptureFixture[str])
     assert main(["gate", "recorded"]) == GateExit.OK
     out = capsys.readouterr().out
     assert "recorded/mine: nowhere is not installed, 1 plans are not verified here" in out
-    assert "gate: ok, 0 plans of others' trainers compared" in out
+    assert "gate: ok, 0 plans of other trainers compared" in out
 
 
 def test_a_name_that_is_unknown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ class MemoryGate:
         hint = ", dropped" if self.approves else "; pytest --memory-approve removes it"
         lines = [
             *(f"{change.words}: {change.name}: {change.peak}" for change in changes),
-            *(f"missing: {name}: no test plans it any more{hint}" for name in self.gone),
+            *(f"gone: {name}: no test plans it any more{hint}" for name in self.gone),
             *(f"two plans share a name: {clash}; give each its own name=" for clash in self.clashes),
             *([MARGIN_TOLD] if any(change.new.fits_barely for change in changes) else []),
             *filter(None, (self._annotation(change) for change in self.changes.values())),
@@ -174,7 +174,7 @@ class MemoryGate:
         parts = [
             COMMENT, f"### Planned GPU memory: {told}",
             markdown_table(CELL_HEADERS, [change.cells() for change in changes]) if changes else "",
-            *(f"Missing: `{name}`, no test plans it any more." for name in self.gone),
+            *(f"Gone: `{name}`, no test plans it any more." for name in self.gone),
             MARGIN_TOLD if any(change.new.fits_barely for change in changes) else "",
             "If intended, run `pytest --memory-approve` to update the "
             "baseline." if any(c.is_unlike for c in changes) else "",
