@@ -172,7 +172,14 @@ def test_what_holds_says_that_its_stack_trains_worse() -> None:
     ladder = ladder_of(**MORE)
     found = judged(ladder, finished(ladder, loss_of, max_runs=50))
     row = Verdict(
-        target="t", description="s", status=Status.HOLDS, evidence=None, value=None, stack="far", reason="It fits."
+        target="t",
+        description="s",
+        status=Status.HOLDS,
+        evidence=None,
+        value=None,
+        stack="far",
+        reason="It fits.",
+        because="fits",
     )
     told = _with_quality(row, found["far"]).reason
     assert told.startswith("It fits. Executed at ")
