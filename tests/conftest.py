@@ -1,5 +1,6 @@
 """Shared by all tests: a fixed random state, closed files, tests/support on the import path, samples of many cases."""
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -37,6 +38,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_heap() -> None:
+    """Spare the collector, and forked processes, what outlives the file: torch, transformers and thousands of tests.
+
+    A full collection of it takes 0.4 s, and many tests ask for one or cause it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def sample(cases: list[pytest.Item], one_in: int) -> list[pytest.Item]:

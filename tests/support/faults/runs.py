@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 
@@ -101,17 +101,7 @@ class Run:
         self, begin: Callable[[], None] = lambda: None, arguments: Sequence[str] | None = None, said: Path | None = None
     ) -> None:
         """Train by the user's command, whose exit code ends this process; ``begin`` runs just before."""
-        arguments = [*self.asked(), "--json"] if arguments is None else arguments
-        for number, path in ((1, Path(os.devnull)), (2, said or self.said)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-        begin()
-        try:
-            code = main(arguments)
-        except SystemExit as end:  # as the interpreter ends by it
-            code = int(end.code or 0)
-        sys.stderr.flush()
-        os._exit(code)
+        command([*self.asked(), "--json"] if arguments is None else arguments, begin=begin, said=said or self.said)
 
     @property
     def said(self) -> Path:
@@ -153,6 +143,30 @@ def training_file(kind: str, width: int) -> TrainFile:
 def corpus() -> Corpus:
     """Return the corpus of every run."""
     return corpus_of_documents({"a.txt": _TEXT}, name="fox", source="fox")
+
+
+def command(
+    arguments: Sequence[str], *, begin: Callable[[], None] = lambda: None, out: Path = Path(os.devnull), said: Path
+) -> NoReturn:
+    """Run the user's command in this process, a forked one, and end it with its exit code.
+
+    Args:
+        arguments: Of the command.
+        begin: Runs just before it.
+        out: Takes standard output.
+        said: Takes standard error.
+    """
+    for number, path in ((1, out), (2, said)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+    begin()
+    try:
+        code = main(arguments)
+    except SystemExit as end:  # as the interpreter ends by it
+        code = int(end.code or 0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 _IN_FILES: Final = (
