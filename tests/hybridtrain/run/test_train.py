@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from faults.runs import command, ended, fork
+from faults.runs import command, ended, forked, is_running
 from hybridtrain.cli.main import main
 from hybridtrain.data.token_file import TokenFormat, write_token_file
 from hybridtrain.errors import ConfigError
@@ -138,24 +138,11 @@ def started(step: int = 3, wait: Callable[[], None] = until_a_signal) -> Iterato
 
         train._advance = slow  # of this process, which ends with the command
 
-    process = fork(lambda: command(ARGUMENTS, begin=begin, out=OUT, said=ERR))
-    try:
+    with forked(lambda: command(ARGUMENTS, begin=begin, out=OUT, said=ERR)) as process:
         while not WAITS.exists():
             assert is_running(process), ERR.read_text()
             time.sleep(0.01)
         yield process
-    finally:
-        if is_running(process):
-            os.kill(process, signal.SIGKILL)
-            ended(process)
-
-
-def is_running(process: int) -> bool:
-    """Return whether a child was not reaped yet and goes on; reaps it where it has ended."""
-    try:
-        return os.waitpid(process, os.WNOHANG) == (0, 0)
-    except ChildProcessError:
-        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -208,11 +210,16 @@ def _warm() -> None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run work in a forked child, which has everything imported already; return its process id.
+    """Run work in a forked child, which has everything imported already that runs need; return its process id."""
+    _warm()
+    return fork_now(work)
+
+
+def fork_now(work: Callable[[], None]) -> int:
+    """Run work in a forked child, which has what this process imported; return its process id.
 
     Its exit code is 0, or 1 after an exception, which it prints on the standard error of this process.
     """
-    _warm()
     sys.stdout.flush()
     sys.stderr.flush()
     torch.set_num_threads(1)  # else the child waits for threads that a fork leaves behind
@@ -226,6 +233,26 @@ def fork(work: Callable[[], None]) -> int:
         sys.stderr.flush()
         os._exit(1)
     os._exit(0)
+
+
+@contextmanager
+def forked(work: Callable[[], None]) -> Iterator[int]:
+    """Run work in a forked child while the block runs; yield its process id, and kill it at the end if it goes on."""
+    process = fork_now(work)
+    try:
+        yield process
+    finally:
+        if is_running(process):
+            os.kill(process, signal.SIGKILL)
+            ended(process)
+
+
+def is_running(process: int) -> bool:
+    """Return whether a child goes on; one that has ended is reaped, and its exit code lost."""
+    try:
+        return os.waitpid(process, os.WNOHANG) == (0, 0)
+    except ChildProcessError:
+        return False
 
 
 def go_unbroken(run: Run, work: Callable[[], None] | None = None) -> None:
