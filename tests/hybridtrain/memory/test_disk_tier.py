@@ -364,7 +364,7 @@ def test_a_process_leaves_nothing_whatever_signal_ends_it(tmp_path: Path, number
         arena = DiskArena(folder)
         arena.allocate(100_000, "weights").write(0, tensor(b"x" * 100_000))
         ready.touch()
-        time.sleep(600)
+        time.sleep(30)
 
     with forked(wait) as process:
         while not ready.exists():
