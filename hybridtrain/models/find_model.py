@@ -12,10 +12,10 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def find_model(text: str) -> ModelConfig:
-    """Return the shape of a named model; raises ``ConfigError`` if there is none, or its file is faulty.
+    """Return the shape of a named model; raises ``ConfigError`` if it is unknown or its file is invalid.
 
-    ``text`` is a preset's name; a ``.toml`` file with a shape; a Hugging Face folder, or its ``config.json``; or a name
-    on the hub as ``Qwen/Qwen3-8B``, of which ``config.json`` alone is fetched.
+    ``text`` is a preset's name; a ``.toml`` file with a shape; a Hugging Face folder, or its ``config.json``; or a hub
+    id such as ``Qwen/Qwen3-8B``, of which only ``config.json`` is downloaded.
     """
     path = Path(text)
     if text in PRESETS:
@@ -27,9 +27,7 @@ def find_model(text: str) -> ModelConfig:
     if _HUB_ID.fullmatch(text):
         return model_config_from_hf(_fetched(text))
     if "/" in text:
-        fault = (
-            f"'{text}' is not a folder here, and not a valid name on the hub; give a Hugging Face folder, or ORG/NAME"
-        )
+        fault = f"'{text}' is neither a folder nor a hub id; give a Hugging Face folder, or ORG/NAME"
         raise ConfigError("model", [fault])
     return model_preset(text)
 
@@ -40,11 +38,15 @@ def _fetched(name: str) -> Path:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415  optional
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
     except ImportError:
-        fault = f"'{name}' is not a folder here, and the hub needs huggingface_hub: pip install it, or give a folder"
+        fault = (
+            f"'{name}' is not a folder, and hub ids need huggingface_hub: pip install huggingface_hub, or give a folder"
+        )
         raise ConfigError("model", [fault]) from None
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:  # the last: no such name can be
         reason = str(error).strip().splitlines()[0]
-        fault = f"'{name}' is not a folder here, and the hub does not have it ({reason}); give a folder, or go online"
+        fault = (
+            f"'{name}' is not a folder, and was not found on the hub ({reason}); give a folder, or check the network"
+        )
         raise ConfigError("model", [fault]) from error

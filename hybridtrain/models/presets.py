@@ -27,7 +27,7 @@ _COMMON: Mapping[str, Values] = {
     "olmo2": {"vocab_size": 100352, "max_seq_len": 4096, "norm_eps": 1e-6, "rope_theta": 500000.0},
     "mixtral": {"rope_theta": 1e6},
 }  # fmt: skip
-"""What most members of a family share."""
+"""Common values of a family's presets."""
 
 
 def _shape(
@@ -122,4 +122,4 @@ SHAPES: Mapping[str, Values] = {
     "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000, 32768),
     "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32768, 65536),
 }  # fmt: skip
-"""Gemma 3 above 1b is the text part. A window of ``qwen2.5`` is not in use."""
+"""Gemma 3 above 1b is the text part. The sliding window of ``qwen2.5`` is disabled, as in its config.json."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybridtrain.data.batches import TokenBatch
+from hybridtrain.kernel_rules import rules_of
 from hybridtrain.memory.group import Group, VirtualGroup
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
@@ -15,7 +16,7 @@ from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.account.lean_meta import lean_meta_rules
+from hybridtrain.virtual_gpu.account.lean_meta import bypass_meta_wrappers
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, OpRecord, StorageLedger
 from hybridtrain.virtual_gpu.account.observer import Lane
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
@@ -23,7 +24,7 @@ from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS, replay_on_card
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, Host
 from hybridtrain.virtual_gpu.cards.links import Collective, World
-from hybridtrain.virtual_gpu.cards.roofline import Bound, StepTime, estimate_step
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck, StepTime, estimate_step
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 
 if TYPE_CHECKING:  # a plan without a cycle does not depend on what makes one
@@ -89,13 +90,16 @@ def record_steps(
     config: TrainerConfig | None = None,
     hybrid: "HybridConfig | None" = None,
     group: Group | None = None,
+    card: Card | None = None,
 ) -> LedgerTrace:
     """Return the ledger of building the trainer and running one phase step per entry of ``batches`` on any device.
 
-    With ``hybrid`` a PREDICT phase is a step of the ledger too, and leaves its entry unused.
+    With ``hybrid`` a PREDICT phase is a step of the ledger too, and leaves its entry unused. ``card``: whose kernels
+    run; None: one with flash attention.
     """
     ledger = StorageLedger()
-    with lean_meta_rules(), ledger:
+    ledger.scratch_rules = {} if card is None else rules_of(card)
+    with bypass_meta_wrappers(), ledger:
         trainer = Trainer(model, plan, config or TrainerConfig(), transfer, ledger, group=group)
         if hybrid is None:
             for step_batches in batches:
@@ -156,7 +160,8 @@ class DryRunInputs:
         phases = phases_of_cycle() if plan.for_phase(Phase.FULL).history_tensors == 1 else ()
         num_steps = len(phases) or num_steps
         hybrid = cycle_config() if phases else None
-        trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, self.config, hybrid, group)
+        batches = [[batch] * accum_steps] * num_steps
+        trace = record_steps(model, plan, batches, transfer, self.config, hybrid, group, self.card)
         uncapped, capped = replay_on_card(
             trace, self.card, config=self.allocator, record_history=self.record_history, repeats=SETTLING_STEPS
         )
@@ -234,7 +239,7 @@ def _with_idle_stages(time: StepTime, stages: int, micro_batches: int) -> StepTi
     (S - 1) / M of its passes, for GPipe (Huang et al., 1811.06965) and 1F1B (Narayanan et al., 2104.04473) alike, where
     all stages take as long; the update waits for nobody.
     """
-    passes = time.seconds - time.seconds_by_bound.get(Bound.OPTIMIZER, 0.0)
+    passes = time.seconds - time.seconds_by_bound.get(Bottleneck.OPTIMIZER, 0.0)
     idle = passes * (stages - 1) / micro_batches
-    by_bound = time.seconds_by_bound | {Bound.LINK: time.seconds_by_bound.get(Bound.LINK, 0.0) + idle}
+    by_bound = time.seconds_by_bound | {Bottleneck.LINK: time.seconds_by_bound.get(Bottleneck.LINK, 0.0) + idle}
     return replace(time, seconds=time.seconds + idle, seconds_by_bound=by_bound)

@@ -1,4 +1,4 @@
-"""Where a record was made: machine, libraries, commit."""
+"""Provenance of a record: machine, libraries, commit."""
 
 import os
 import platform
@@ -31,7 +31,7 @@ class Environment:
     allocator_conf: str
     """PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF."""
     commit: str
-    """Of the project's checkout, empty outside of one."""
+    """Commit of the project's checkout; empty outside of one."""
     dirty: bool
 
 
@@ -54,7 +54,7 @@ def read_environment() -> Environment:
 
 
 def is_checkout() -> bool:
-    """Return whether this program is files of a git repository, not packages that were installed inside of one."""
+    """Return whether this program runs from a git checkout, not from installed packages."""
     return bool(_git("ls-files", "hybridtrain/__init__.py"))
 
 
@@ -93,7 +93,7 @@ def _asked_git(folder: Path, *arguments: str) -> str:
 
 
 def package_version(package: str) -> str:
-    """Return an installed package's version, empty without it."""
+    """Return an installed package's version; empty if absent."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

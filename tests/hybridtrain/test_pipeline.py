@@ -111,9 +111,9 @@ def test_each_stage_is_planned_as_it_is_executed(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("world", "stack", "reason"),
     [
-        (4, (Pipeline(stages=2),), "2 stages are as many ranks"),
-        (3, (Pipeline(stages=3),), "3 stages need a block each, the model has 2"),
-        (2, (Pipeline(), PredictorState()), "what remembers the trajectory of weights works on one rank"),
+        (4, (Pipeline(stages=2),), "2 ranks"),
+        (3, (Pipeline(stages=3),), "3 stages need at least one block each, the model has 2"),
+        (2, (Pipeline(), PredictorState()), "predictor_state works on one rank"),
     ],
 )
 def test_what_stages_cannot_do_is_refused(world: int, stack: tuple[Optimization, ...], reason: str) -> None:
@@ -125,8 +125,8 @@ def test_what_stages_cannot_do_is_refused(world: int, stack: tuple[Optimization,
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
-        (Zero(stage=1), "zero has nothing to cut"),
-        (FusedUpdate(), "before another stage has said"),
+        (Zero(stage=1), "zero has nothing to shard;"),
+        (FusedUpdate(), "before the others have checked"),
         (
             GradAccumulation(grad_accum_steps=4, schedule="vertical", visit_micro_batches=2),
             "stages wait for each other",

@@ -186,7 +186,7 @@ def test_what_ranks_have_cut_is_not_exported_by_one_of_them(tmp_path: Path) -> N
     trainer = Trainer(
         MODELS["llama"], compose(CASES["zero1"].plan), TrainerConfig(), VirtualTransfer(), group=VirtualGroup(1, 2)
     )
-    with pytest.raises(ConfigError, match="each holds its range alone"):
+    with pytest.raises(ConfigError, match="weights are sharded over ranks;"):
         export_folder(trainer, tmp_path / "out", dtype=torch.float32)
     assert list(tmp_path.iterdir()) == []
 
@@ -195,8 +195,8 @@ REFUSED: dict[str, tuple[int, tuple[Optimization, ...], Optimizer, str]] = {
     "ranks": (3, (), AdamWConfig(), "grad_accum_steps: 4 micro-batches of a step must be a multiple"),
     "muon": (2, (Zero(),), Muon(), "'muon' works on whole matrices"),
     "adafactor": (2, (Zero(stage=1),), Adafactor(), "'adafactor' works on whole matrices"),
-    "history": (2, (PredictorState(),), AdamWConfig(), "what remembers the trajectory of weights works on one rank"),
-    "phases": (2, (MixedPrecision(), PredictMemory()), AdamWConfig(), "stored otherwise in predict than in full"),
+    "history": (2, (PredictorState(),), AdamWConfig(), "predictor_state works on one rank"),
+    "phases": (2, (MixedPrecision(), PredictMemory()), AdamWConfig(), "stored differently in predict than in full"),
 }
 
 
@@ -213,12 +213,12 @@ def test_what_ranks_cannot_do_is_refused_with_its_reason(name: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "reason"),
     [
-        ((Zero(stage=1), OptimizerOffload(update_on="host")), "the processor updates whole parameters"),
+        ((Zero(stage=1), OptimizerOffload(update_on="host")), "the host need whole parameters"),
         ((Zero(stage=3),), "add weight_streaming"),
-        ((Zero(), Int8Weights(dynamic_range=DynamicRange.TENSOR)), "shares no range with the others"),
-        ((Zero(stage=3), WeightStreaming(), Lora()), "lora freezes them"),
-        ((Zero(stage=3, prefetch=2), WeightStreaming()), "zero_prefetch: 2 blocks are gathered ahead"),
-        ((Zero(stage=3, prefetch=1), WeightStreaming(tier="disk")), "a file is awaited before it is gathered"),
+        ((Zero(), Int8Weights(dynamic_range=DynamicRange.TENSOR)), "cannot share one range;"),
+        ((Zero(stage=3), WeightStreaming(), Lora()), "lora freezes;"),
+        ((Zero(stage=3, prefetch=2), WeightStreaming()), "zero_prefetch: 2 needs zero's"),
+        ((Zero(stage=3, prefetch=1), WeightStreaming(tier="disk")), "weights on disk cannot be gathered ahead;"),
     ],
 )
 def test_a_plan_that_cannot_be_cut_is_refused(stack: tuple[Optimization, ...], reason: str) -> None:

@@ -164,7 +164,7 @@ def test_a_value_error_without_words_is_still_a_fault() -> None:
 
     with pytest.raises(ConfigError) as caught:
         decode(Mute, {}, source="x")
-    assert caught.value.faults == ("$: these values are refused",)
+    assert caught.value.faults == ("$: invalid values",)
 
 
 def test_unknown_keys_come_sorted() -> None:
@@ -183,7 +183,7 @@ def test_unknown_keys_come_sorted() -> None:
         (float, "1", "found '1' (a string); a finite number is required"),
         (str, 3, "found 3 (an integer); a string is required"),
         (str, None, "found None (null); a string is required"),
-        (str, "\ud800", "found '\\ud800' (half a surrogate pair, which is not text); a string is required"),
+        (str, "\ud800", "found '\\ud800' (an unpaired surrogate, which is not text); a string is required"),
         (Path, "", "found '' (a string); a path is required"),
         (int | None, "x", "found 'x' (a string); an integer is required"),
         (tuple[int, ...], 3, "found 3 (an integer); an array is required"),

@@ -240,7 +240,7 @@ def test_a_failing_disk_is_reported(arena: DiskArena, monkeypatch: pytest.Monkey
     file = arena.allocate(100, "weights")
     monkeypatch.setattr(os, name, failing(errno.EIO))
     use = file.read if name == "preadv" else file.write
-    with pytest.raises(DiskTierError, match=r"at byte 20 failed: Input/output error; the disk may be failing"):
+    with pytest.raises(DiskTierError, match=r"at byte 20 failed: Input/output error; check the disk"):
         use(20, torch.zeros(10, dtype=torch.uint8))
 
 

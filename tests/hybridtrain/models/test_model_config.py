@@ -119,14 +119,14 @@ def test_llama_refuses_what_it_does_not_have() -> None:
 
 def test_what_a_family_cannot_have_is_all_listed() -> None:
     assert faults(GPT2_UNTIED, rotary_fraction=0.5, window_pattern=(True, False), query_scale=-1.0) == [
-        "rotary_fraction: 0.5 has no meaning in GPT-2; leave it out",
-        "sliding_window: 0 leaves window_pattern and rope_local_theta without meaning; set it, or drop them",
+        "rotary_fraction: 0.5 is not used by GPT-2; remove it",
+        "sliding_window: 0 disables window_pattern and rope_local_theta; set it, or remove them",
         "query_scale: -1.0 must be at least 0",
     ]
     gemma = FAMILY_MODELS["gemma3"]
     assert faults(gemma, head_size=9, experts=Experts(count=4, per_token=2, ffn_width=8)) == [
         "head_size: 9 must be even for rotary positions",
-        "experts: 4 experts are given, but Gemma 3 has none; drop the table",
+        "experts: 4 experts are given, but Gemma 3 is dense; remove the table",
     ]
     assert faults(FAMILY_MODELS["mixtral"], experts=None) == [
         "experts: missing; Mixtral needs a table with count, per_token and ffn_width"

@@ -124,7 +124,7 @@ def test_a_folder_says_what_the_run_does(runs: Path, capsys: pytest.CaptureFixtu
 def test_text_says_what_was_rounded(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     assert main(["quantize", "bitnet", "--data", "text.txt", "--formats", "ternary"]) == 0
     told = capsys.readouterr()
-    assert "Weights only" in told.out
+    assert "Only matrices" in told.out
     assert "Trained with BitNet" in told.out
     assert "as stored" in told.out
     assert told.err == "as stored ...\nternary ...\n"
@@ -147,8 +147,8 @@ def test_adapters_are_merged(runs: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "words"),
     [
         (["plain", "--formats", "int3"], "format 'int3' is unknown; did you mean 'int8'?"),
-        (["absent"], "is no folder; it must be"),
-        (["plain"], "was trained on text.txt, which its file does not name; give it as --data"),
+        (["absent"], "is not a folder; give"),
+        (["plain"], "was trained on text.txt, which its training file does not state; give --data"),
         (["."], "does not exist"),
     ],
 )

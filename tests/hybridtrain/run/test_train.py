@@ -64,10 +64,10 @@ def half_done(out: str = "run") -> None:
 @pytest.mark.parametrize(
     ("arguments", "old", "new", "words"),
     [
-        (["train", "train.toml"], "", "", ["data.digest: ", 'data.name: "text.txt" in the run that was saved, "emb']),
+        (["train", "train.toml"], "", "", ["data.digest: ", 'data.name: "text.txt" in the checkpoint, "emb']),
         (["train", "train.toml", "--data", "other.txt"], "", "", ["data.digest: ", "data.train_tokens: 1585 in"]),
-        (ARGUMENTS, "batch_size = 2", "batch_size = 4", ["workload.batch_size: 2 in the run that was saved, 4 now"]),
-        (ARGUMENTS, "seq_len = 8", "seq_len = 16", ["workload.seq_len: 8 in the run that was saved, 16 now"]),
+        (ARGUMENTS, "batch_size = 2", "batch_size = 4", ["workload.batch_size: 2 in the checkpoint, 4 in this run"]),
+        (ARGUMENTS, "seq_len = 8", "seq_len = 16", ["workload.seq_len: 8 in the checkpoint, 16 in this run"]),
     ],
     ids=["forgotten", "other", "batch", "sequence"],
 )  # fmt: skip
@@ -170,7 +170,7 @@ def test_where_a_run_is_at_work_that_is_what_is_told(
     with train._held(Path("run")):
         assert main([*ARGUMENTS, *arguments]) == 2
     assert capsys.readouterr().err == (
-        "hybridtrain: run: 1 fault\n  another run is at work here; wait for its end, or choose another --out\n"
+        "hybridtrain: run: 1 fault\n  another run is using this folder; wait for its end, or choose another --out\n"
     )
 
 
@@ -181,7 +181,7 @@ def test_a_lock_that_a_killed_run_left_to_its_child_is_waited_for(monkeypatch: p
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.read(1) == b"\n"
-        with pytest.raises(ConfigError, match="another run is at work here"), train._held(Path("run")):
+        with pytest.raises(ConfigError, match="another run is using this folder;"), train._held(Path("run")):
             pass
         monkeypatch.setattr(train, "_GRACE_S", 60.0)
         threading.Timer(0.1, other.stdin.close).start()
@@ -195,7 +195,7 @@ def test_a_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixtur
         partial.mkdir(parents=True)
         for arguments in (["--resume"], []):
             assert main([*ARGUMENTS, *arguments]) == 2
-        assert capsys.readouterr().err.count("another run is at work here") == 2
+        assert capsys.readouterr().err.count("another run is using this folder;") == 2
         assert partial.exists()
         while not Path("run/checkpoints/step-00000002").exists():  # written beside the training
             assert is_running(process)
@@ -246,7 +246,7 @@ def test_weights_that_are_no_number_are_not_saved(
     assert main([*ARGUMENTS, "--resume"]) == 1
     told = capsys.readouterr().err
     assert "step 3: " in told
-    assert "holds a value that is no finite number" in told
+    assert "holds NaN or infinity; all saved values" in told
     assert json.loads(Path("run/faults.jsonl").read_text())["layers"] == ["embedding.token"]
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
 
@@ -283,7 +283,7 @@ def test_a_batch_that_is_no_number_is_left_out(
     Path("train.toml").write_text(Path("train.toml").read_text() + f'[guard]\non_nan = "{action}"\n')
     poisoned(monkeypatch, {3, 4})
     assert main([*ARGUMENTS, "--out", "whole"]) == 0
-    assert "Batch 3 is left out" in capsys.readouterr().out
+    assert "Batch 3 is skipped" in capsys.readouterr().out
     faults = [json.loads(line) for line in Path("whole/faults.jsonl").read_text().splitlines()]
     assert [(fault["step"], fault["batch"], fault["action"]) for fault in faults] == [(4, 3, action), (4, 4, action)]
     assert all("head.norm.weight" in fault["layers"] for fault in faults)
@@ -302,7 +302,7 @@ def test_as_many_faults_as_are_allowed_end_the_run(
     poisoned(monkeypatch, set(range(2, 100)))
     assert main(ARGUMENTS) == 1
     told = capsys.readouterr()
-    assert "2 batches were left out, which guard.max_faults allows; this one ends the run" in told.out
+    assert "2 batches were skipped already, the limit of guard.max_faults; fix the data, or raise it" in told.out
     assert "step 3: loss is nan" in told.err
     assert [json.loads(line)["action"] for line in Path("run/faults.jsonl").read_text().splitlines()] == [
         "skip", "skip", "stop",
@@ -321,11 +321,11 @@ def test_a_spike_is_told_and_not_applied_where_that_is_wanted(
     found = max(loss for _, loss in losses("run"))
     if action == "say":
         assert "step 10: loss 1" in told.out
-        assert "is a spike, the median of the steps before is 5." in told.out
+        assert "is a spike; the median of earlier steps is 5." in told.out
         assert found > 100
     else:
         assert found < 10
-        assert ("Batch 9 is left out (skip)" in told.out) is (action == "skip")
+        assert ("Batch 9 is skipped (skip)" in told.out) is (action == "skip")
 
 
 def test_other_data_a_new_rate_and_a_longer_schedule_are_taken_when_asked_for(
@@ -339,14 +339,14 @@ def test_other_data_a_new_rate_and_a_longer_schedule_are_taken_when_asked_for(
     other = ["train", "train.toml", "--data", "other.txt", "--resume"]
     assert main(other) == 2
     told = capsys.readouterr().err
-    assert "optimizer.lr: 0.0003 in the run that was saved, 0.0001 now" in told
+    assert "optimizer.lr: 0.0003 in the checkpoint, 0.0001 in this run" in told
     assert "allow the change with --change optimizer.lr" in told
     assert "allow the change with --allow-data-change" in told
     assert main([*other, "--change", "optimizer.lr,shedule", "--allow-data-change"]) == 2
     assert "'shedule' is unknown; did you mean 'schedule'?" in capsys.readouterr().err
     assert main([*other, "--change", "optimizer.lr,schedule", "--allow-data-change"]) == 0
     told = capsys.readouterr().out
-    assert "changed: schedule.total_steps: 4 in the run that was saved, 8 now" in told
+    assert "changed: schedule.total_steps: 4 in the checkpoint, 8 in this run" in told
     assert "changed: data.digest: " in told
     assert main([*other, "--change", "model"]) == 0  # nothing left to change
 
@@ -357,7 +357,7 @@ def test_a_run_goes_on_under_another_stack(capsys: pytest.CaptureFixture[str]) -
     Path("train.toml").write_text(Path("train.toml").read_text() + stack)
     assert main([*ARGUMENTS, "--resume"]) == 0
     told = capsys.readouterr().out
-    assert 'changed: plan.weight.placement: "device" in the run that was saved, "host" now' in told
+    assert 'changed: plan.weight.placement: "device" in the checkpoint, "host" in this run' in told
     assert "converted: optimizer state of 1 tensors from float32 to int8_signed, rounded, by at most 0." in told
     assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
 
@@ -418,7 +418,7 @@ def test_the_disk_has_the_log_of_a_step_before_its_state(monkeypatch: pytest.Mon
 
 def test_a_warm_up_longer_than_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(ARGUMENTS) == 0
-    told = "schedule.warmup_steps is 100, num_steps 4: the learning rate ends at 0.039604 of its peak"
+    told = "schedule.warmup_steps is 100, num_steps 4: the final learning rate is 0.039604 of its peak"
     assert told in "".join(capsys.readouterr())
 
 
@@ -426,7 +426,7 @@ PLACES = ("log.jsonl", "faults.jsonl", "environment.jsonl", "training.toml", "da
 
 
 @pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("kind", ["a pipe or a device", "a link to nowhere, which is not there", "other"])
+@pytest.mark.parametrize("kind", ["a pipe or a device", "a link to nowhere, which does not exist", "other"])
 @pytest.mark.parametrize("name", PLACES)
 def test_what_stands_where_a_run_writes_is_told_before_it_trains(
     capsys: pytest.CaptureFixture[str], name: str, kind: str, *, resume: bool
@@ -445,7 +445,7 @@ def test_what_stands_where_a_run_writes_is_told_before_it_trains(
     assert main([*ARGUMENTS, *(["--resume"] if resume else [])]) == 2
     told = kind if kind != "other" else "a folder" if "." in name else "a file"
     assert f"run: 1 fault\n  {name}: must be a " in (said := capsys.readouterr().err)
-    assert f"or absent, and is {told}; " in said
+    assert f"or absent, but is {told}; " in said
     assert sorted(Path().rglob("*")) == before
 
 

@@ -20,7 +20,7 @@ from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
 from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import Stack
 from hybridtrain.virtual_gpu.cards.card import find_card
-from hybridvalidation.child import Ended
+from hybridvalidation.child import ChildResult
 from hybridvalidation.experiments.stack_runs import Job, make_job, plan_all, run_job, run_record
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.stack_run import RunKind
@@ -111,7 +111,7 @@ def test_a_crash_of_a_worker_is_an_outcome_with_its_message() -> None:
     with pytest.raises(AssertionError, match="an accuracy job carries its specification"):
         run_job(job)
     fault = "worker ended with code 1: AssertionError: an accuracy job carries its specification"
-    crash = run_record(job, Ended(answer=None, fault=fault, seconds=2.0, peak_rss_bytes=0, log=""))
+    crash = run_record(job, ChildResult(answer=None, fault=fault, seconds=2.0, peak_rss_bytes=0, log=""))
     assert (crash.outcome, crash.message) == (Outcome.ERROR, fault)
     assert (crash.kind, crash.scenario, crash.stack) == ("accuracy", "mine", "vanilla")
     assert (crash.memory, crash.accuracy, crash.measured) == (None, None, None)
@@ -184,7 +184,7 @@ def test_killed_processes_leave_records_that_say_so() -> None:
     for child in multiprocessing.active_children():
         child.kill()
     messages = {run.message for _, run in plans if run.outcome is Outcome.ERROR}  # type: ignore[attr-defined]
-    assert messages == {"a process that planned was killed, by the system if it was out of memory; --jobs 1 takes less"}
+    assert messages == {"a planning process was killed, possibly because memory ran out; --jobs 1 needs less"}
 
 
 @pytest.mark.usefixtures("_forked")

@@ -14,7 +14,7 @@ from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_json
 from hybridtrain.run.environment import read_environment
 from hybridvalidation import validate as validate_module
-from hybridvalidation.child import Child, Ended
+from hybridvalidation.child import Child, ChildResult
 from hybridvalidation.experiments import stack_runs as runner
 from hybridvalidation.experiments.stack_runs import Job, make_job, run_from_records
 from hybridvalidation.judge.joint import judge_all
@@ -161,8 +161,8 @@ def no_worker(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         def __init__(self, _work: str, job: Job, _answer: type) -> None:
             self.record = note(job)
 
-        def poll(self) -> Ended[StackRun]:
-            return Ended(answer=self.record, fault="", seconds=1.0, peak_rss_bytes=0, log="")
+        def poll(self) -> ChildResult[StackRun]:
+            return ChildResult(answer=self.record, fault="", seconds=1.0, peak_rss_bytes=0, log="")
 
         def stop(self) -> None:
             pass
@@ -460,12 +460,12 @@ def test_what_was_executed_is_told_with_its_commits(copied: Place, capsys: pytes
     line = to_json(record(environment=replace(read_environment(), commit="0123456789"))) + "\n"
     other.write_text(2 * line + line[:40])  # somebody writes
     assert copied.run("records") == 0
-    assert "executed: 2 records, of 1 commits, the newest of 2026-01-01, commit 01234567" in capsys.readouterr().out
+    assert "executed: 2 records, from 1 commits, the newest 2026-01-01, commit 01234567" in capsys.readouterr().out
     assert copied.run("records", "--planned") == 0
     assert "executed" not in capsys.readouterr().out
     other.write_text(line[:40] + "\n")
     assert copied.run("records") == 1
-    assert "executed.jsonl: a line is no JSON" in capsys.readouterr().err
+    assert "executed.jsonl: a line is not JSON" in capsys.readouterr().err
 
 
 def test_records_that_no_table_shows_can_be_dropped(copied: Place, no_worker: list[Job]) -> None:

@@ -176,7 +176,7 @@ def test_kept_figures_are_not_replaced_without_a_reason(
     before = RECORDS.read_bytes()
     block_class(monkeypatch, ForgetfulBlock)
     assert main(["gate", "--accept"]) == 2
-    assert "--reason: missing; give in a line" in capsys.readouterr().err
+    assert "--reason: missing; give" in capsys.readouterr().err
     assert RECORDS.read_bytes() == before
 
 
@@ -198,7 +198,7 @@ def test_a_stack_that_fits_no_longer_is_over_budget(gate: Gate, monkeypatch: pyt
     code, out = gate()
     assert code is GateExit.OVER_BUDGET
     assert "over_budget: mine plain: does not fit the card any more; moved: " in out
-    assert "what is asked has changed: card.memory_mib: 64 -> 20" in out
+    assert "the job has changed: card.memory_mib: 64 -> 20" in out
     assert "regressed: mine plain" in out
 
 
@@ -243,7 +243,7 @@ def test_a_stack_that_becomes_like_another_is_held_to_its_own_record(gate: Gate)
     code, out = gate()
     assert code is GateExit.REGRESSED
     assert "regressed: mine recompute: allocated, step 2" in out
-    assert "what is asked has changed: recompute_every: 1 -> 0" in out
+    assert "the job has changed: recompute_every: 1 -> 0" in out
 
 
 def test_a_stack_that_is_no_longer_run_is_told(gate: Gate) -> None:
@@ -298,7 +298,7 @@ def test_a_damaged_record_is_named_and_kept(
     assert main(["gate"]) not in {GateExit.OK, GateExit.REGRESSED, GateExit.IMPROVED, GateExit.OVER_BUDGET}
     error = capsys.readouterr().err
     assert f"{RECORDS}:1" in error
-    assert "restore the line from version control" in error
+    assert "restore the line from version control," in error
     assert RECORDS.read_bytes() == before
 
 
@@ -316,7 +316,7 @@ def test_this_very_program_plans_again_only_when_it_is_told(gate: Gate, capsys: 
     capsys.readouterr()
     assert main(["records"]) == GateExit.OK
     out = capsys.readouterr().out
-    assert "2 dry runs of 1 scenarios were found again by this very program" in out
+    assert "2 dry runs of 1 scenarios were verified with this program version" in out
     assert "gate: ok, 0 dry runs of 0 scenarios compared" in out
     assert main(["records", "--verify"]) == GateExit.OK
     assert capsys.readouterr().out.endswith(EQUAL)
@@ -390,7 +390,7 @@ def test_whatever_changes_is_a_finding(name: str) -> None:
 
 
 def test_a_stack_that_fits_again_is_a_win() -> None:
-    assert compare(figures(fits=False), figures()) == [(GateExit.IMPROVED, "fits the card now")]
+    assert compare(figures(fits=False), figures()) == [(GateExit.IMPROVED, "now fits the card")]
 
 
 def test_a_finding_shows_before_after_and_the_difference() -> None:

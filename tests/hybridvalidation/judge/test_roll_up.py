@@ -61,7 +61,7 @@ def test_figures_outside_of_a_stated_range_are_counted() -> None:
     found = judged(Status.HOLDS)
     outside = replace(found, is_outside=True)
     assert counts([row_of(found)]).endswith("by evidence: 1 planned. Without any of these remarks: 1.")
-    told = "by evidence: 1 planned. Outside of the stated range, on its good side: 1."
+    told = "by evidence: 1 planned. Better than the stated range: 1."
     assert counts([row_of(outside)]).endswith(told)
 
 
@@ -85,7 +85,7 @@ def test_what_one_stack_holds_and_another_misses_is_counted(other: Status, *, is
     row = row_of(judged(Status.HOLDS, of_scenario=True), judged(other, "there"))
     told = counts([row])
     assert row.status is Status.HOLDS
-    assert told.endswith("while another one that is judged misses it: 1.") is is_missed
+    assert told.endswith("while another judged stack misses it: 1.") is is_missed
 
 
 @pytest.mark.parametrize("status", Status)

@@ -20,7 +20,7 @@ from hybridvalidation.kernel_bench.case import Clock, Mode
 from hybridvalidation.kernel_bench.compare import (
     CHOICES,
     Choice,
-    Undecided,
+    UndecidedOp,
     accept_speed,
     baseline_path,
     check_speed,
@@ -226,7 +226,7 @@ def test_rewriting_replaces_what_was_judged_and_keeps_the_rest(tmp_path: Path) -
     path = tmp_path / "choices.toml"
     path.write_text(CHOICES.read_text())
     write_choices([Choice("a", H200, "torch"), Choice("b", H200, "torch"), Choice("c", "old", "torch")], [], path)
-    write_choices([Choice("a", H200, "triton")], [Undecided("b", H200, "within noise")], path)
+    write_choices([Choice("a", H200, "triton")], [UndecidedOp("b", H200, "within noise")], path)
     text = path.read_text()
     assert text.startswith("# The fastest implementation of each op by card, written by")
     assert tomllib.loads(text) == {
@@ -245,7 +245,7 @@ def test_what_is_written_is_what_ops_read(tmp_path: Path, monkeypatch: pytest.Mo
     try:
         write_choices([Choice("an_op", H200, "torch")], [], path)
         assert chooser.chosen_provider("an_op", ("triton", "torch"), None) == "torch"  # type: ignore[arg-type]
-        write_choices([], [Undecided("an_op", H200, "within noise")], path)
+        write_choices([], [UndecidedOp("an_op", H200, "within noise")], path)
         assert chooser.chosen_provider("an_op", ("triton", "torch"), None) == "triton"  # type: ignore[arg-type]
     finally:
         chooser._choices.cache_clear()

@@ -80,7 +80,7 @@ def test_a_record_that_was_cut_short_is_left_out_and_the_next_takes_its_place(
     path_of(store).write_bytes(whole + to_json(record()).encode()[:cut])
     assert store.read("mine") == [record()] * num_whole
     store.append(record("next"))
-    assert "cut short" in capsys.readouterr().err
+    assert "incomplete record" in capsys.readouterr().err
     aside = store.folder / "mine.jsonl.torn"
     assert aside.read_bytes() == to_json(record()).encode()[:cut] + b"\n"
     assert store.scenarios() == ["mine"]

@@ -109,7 +109,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_pages_are_of_all_scenarios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "1b-16gb", "--html", str(tmp_path / "site")]) == 2
-    assert "leave out 1b-16gb" in capsys.readouterr().err
+    assert "remove 1b-16gb" in capsys.readouterr().err
     assert not (tmp_path / "site").exists()
 
 

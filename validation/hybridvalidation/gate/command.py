@@ -1,4 +1,4 @@
-"""``hybridtrain gate`` and ``records``: plans and kernels made again and compared with those kept."""
+"""``hybridtrain gate`` and ``records``: plans and kernels are rebuilt and compared with the stored ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ class GateReport:
     """Findings and written files of the gate."""
 
     names: tuple[str, ...]
-    """Scenarios that were asked for; empty: all."""
+    """Requested scenarios; empty: all."""
     compared: str
     findings: list[Finding]
     notes: list[str]
-    """Subjects not compared now, and the reasons."""
+    """Subjects that were not compared, with reasons."""
     exit_code: GateExit
     written: list[Path]
     accepted: bool
@@ -42,7 +42,7 @@ class GateReport:
         }
 
     def as_text(self) -> str:
-        """Return the report as text, with the command to run if the change is intended."""
+        """Return the report as text, with the command for an intended change."""
         accepted = "accepted: " if self.accepted and self.exit_code is GateExit.OK else ""
         lines = [f"{accepted}{f.exit.word}: {f.scenario} {f.stack}: {f.message}" for f in self.findings]
         lines += [*self.notes, f"gate: {self.exit_code.word}, {self.compared} compared"]
@@ -52,7 +52,7 @@ class GateReport:
             lines.append("then: hybridtrain report")
         elif self.exit_code is not GateExit.OK and all(finding.settled_by_accept for finding in self.findings):
             again = " ".join(["hybridtrain gate", *self.names, '--accept --reason "WHY"'])
-            lines.append(f"if the change is meant, run: {again}")
+            lines.append(f"if the change is intended, run: {again}")
         return "\n".join(lines)
 
     def as_markdown(self) -> str:
@@ -64,17 +64,17 @@ class GateReport:
         return "\n\n".join(parts) + "\n"
 
     def annotations(self) -> list[str]:
-        """Return a line for each finding that GitHub shows as an error; none elsewhere, or where all is accepted."""
+        """Return a GitHub error annotation per finding; none outside of GitHub, or if accepted."""
         findings = self.findings if self.exit_code is not GateExit.OK else []
         lines = (annotation(f"{f.scenario} {f.stack}: {f.message}", title=f.exit.word) for f in findings)
         return [line for line in lines if line]
 
 
 def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
-    """Plan or compile the named subjects again, and compare them with ``results``.
+    """Plan or compile the given subjects again, and compare them with ``results``.
 
     Raises:
-        ConfigError: An unknown name, or figures are to be replaced without a reason.
+        ConfigError: an unknown name, or changed figures to accept without a reason.
     """
     names_of_others = [name for name in order.names if name.partition("/")[0] in NAMES]
     names_of_kernels = [name for name in order.names if name.partition("/")[0] == kernel_gate.NAME]
@@ -85,7 +85,7 @@ def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
     is_kept = any(found.records for found in plans) or any(plan.recorded is not None for plan in others)
     is_kept |= bool(capabilities) and kernel_gate.baseline_path(results).exists()
     if order.accept and is_kept and not order.reason:
-        fault = "--reason: missing; give in a line the reason for changed figures, which the new records keep"
+        fault = "--reason: missing; give the reason for the changed figures, which the new records will store"
         raise ConfigError("gate --accept", [fault])
     parts = [compare_plans(files, plans, order, results)] if plans else []
     parts += [compare_others(others, order)] if others else []
@@ -115,7 +115,7 @@ def _compare_kernels(capabilities: Sequence[int], order: Order, results: Path) -
 
     def accept() -> list[Path]:
         path = kernel_gate.baseline_path(results)
-        assert found.replacement is not None, "what could not be compiled is not settled by accepting"
+        assert found.replacement is not None, "failed compilations cannot be accepted"
         write_baseline(path, replace(found.replacement, accepted=order.reason))
         return [path]
 

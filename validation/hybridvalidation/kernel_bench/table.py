@@ -22,9 +22,9 @@ from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario import Target
 
 SPEEDUPS = {"rssm-kernel-speedup": "rssm_gru", "state-encoding-kernel-speedup": "state_encoding"}
-"""Op by target: how much faster a card's kernel is than the processor."""
+"""Target -> op whose kernel on a card is compared with the CPU."""
 _ON_PROCESSOR = "cpu"
-"""Name of the provider that runs there, in a card's records."""
+"""Provider's name on the CPU -> in a card's records."""
 
 
 def processor_speedups(records: Sequence[KernelRecord]) -> list[tuple[KernelRecord, float]]:
@@ -39,7 +39,7 @@ def processor_speedups(records: Sequence[KernelRecord]) -> list[tuple[KernelReco
 
 
 def judge_kernels(records: Sequence[KernelRecord], targets: Mapping[str, Target]) -> list[Verdict]:
-    """Return one verdict a target, by its slowest case; unproven without a card's record."""
+    """Return one verdict per target, by its slowest case; unproven without a card's record."""
     speedups, verdicts = processor_speedups(records), []
     for name, op in SPEEDUPS.items():
         cases = [(factor, record.shape) for record, factor in speedups if record.op == op]
@@ -66,9 +66,9 @@ _HOW = (
     "the fastest other one; below 1 ours is faster. GB/s and TFLOP/s of our provider count the least traffic and "
     "arithmetic that the op needs (arithmetic). Of roofline: {peaks}. Error: largest difference from the definition "
     "over its largest value, of the output nearest to its bound. Tolerance: twice the error of plain torch in the "
-    "same dtype and one rounding. Peak MiB: peak of a call above what stood before. Not quite alike: Liger's loss "
-    "waits for the device within its call, and bitsandbytes' time holds a cast of the gradient to float32. torchao's "
-    "gradients are float32 from the start."
+    "same dtype and one rounding. Peak MiB: peak of a call above memory held before. Differences: Liger's loss "
+    "synchronizes with the device, bitsandbytes' time includes a cast of the gradient to float32, and torchao's "
+    "gradients are float32."
 )
 
 
@@ -78,13 +78,13 @@ class Peaks:
 
     bytes_per_s: float
     matmul_flops_per_s: float
-    """Of tensor cores with 16-bit numbers."""
+    """Rate of tensor cores with 16-bit numbers, in FLOP/s."""
     flops_per_s: float
-    """Of everything else; 0: unknown."""
+    """Rate of other arithmetic, in FLOP/s; 0: unknown."""
     source: str
 
     def share(self, record: KernelRecord, seconds: float) -> float | None:
-        """Return the roofline's time over ``seconds``; None where it says nothing."""
+        """Return the roofline's time over ``seconds``; None without rates."""
         if record.clock is Clock.WALL:
             return None
         rate = self.matmul_flops_per_s if record.uses_tensor_cores else self.flops_per_s
@@ -117,7 +117,7 @@ def case_table(records: Sequence[KernelRecord], peaks: Peaks | None, style: str)
 
 
 def provider_table(records: Sequence[KernelRecord], peaks: Peaks | None, style: str) -> str:
-    """Return one row per provider that was timed."""
+    """Return one row per timed provider."""
     rows = [_provider_row(record, result, times, peaks) for record in records for result, times in record.timed()]
     return tabulate(rows, headers=_PROVIDER_HEADERS, tablefmt=style, disable_numparse=True)
 
@@ -126,7 +126,7 @@ _WORDS = {Outcome.WRONG: "wrong", Outcome.ERROR: "failed", Outcome.SKIPPED: "mis
 
 
 def absent_lines(records: Sequence[KernelRecord]) -> list[str]:
-    """Return a sentence for every provider that is missing, wrong or failed, with the cases that say so."""
+    """Return a sentence per missing, wrong or failed provider, with its cases."""
     cases: dict[tuple[str, str, Outcome, str], list[str]] = {}
     for record in records:
         for result in record.results:
@@ -160,14 +160,14 @@ def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[st
     last = max(records, key=lambda record: record.started_at)
     share = "no peak rates are known for this machine"
     if peaks is not None:
-        share = f"the time that those would take at {peaks.source}, over the median; no share of a wall clock's"
+        share = f"least time at {peaks.source} over the median; none for wall times"
     absent = absent_lines(records)
     processor = [
         f"{record.op}, {record.shape}: {factor:.1f} times as fast" for record, factor in processor_speedups(records)
     ]
     made = [f"torch {last.environment.torch}", f"triton {last.triton or 'missing'}"]
     made += [f"driver {last.driver or 'unknown'}"] if last.is_on_card else [f"{last.environment.num_cpus} processors"]
-    changes = ", with changes of its own" if last.environment.dirty else ""
+    changes = ", with uncommitted changes" if last.environment.dirty else ""
     return [
         f"## {records[0].card} ({last.evidence})",
         case_table(records, peaks, MARKDOWN),

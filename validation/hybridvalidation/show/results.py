@@ -13,7 +13,7 @@ from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.equivalence import Comparison
 from hybridvalidation.study.protocol import StudyFile, studies
-from hybridvalidation.study.quality import Quality, ladder_verdicts, stack_quality, telling_of_stacks
+from hybridvalidation.study.quality import Quality, ladder_verdicts, most_informative_comparisons, stack_quality
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Results:
     @cached_property
     def telling(self) -> Mapping[str, Comparison]:
         """The most informative comparison of each stack on a ladder."""
-        return telling_of_stacks(self.files, self.folder)
+        return most_informative_comparisons(self.files, self.folder)
 
     @cached_property
     def published(self) -> list[Row]:
