@@ -108,9 +108,9 @@ def test_kinds_are_told_apart() -> None:
 
 def test_a_crash_of_a_worker_is_an_outcome_with_its_message() -> None:
     job = replace(make_job("accuracy", SCENARIO, VANILLA), accuracy=None)
-    with pytest.raises(AssertionError, match="an accuracy job carries its specification"):
+    with pytest.raises(AssertionError, match="an accuracy job without its specification"):
         run_job(job)
-    fault = "worker ended with code 1: AssertionError: an accuracy job carries its specification"
+    fault = "worker ended with code 1: AssertionError: an accuracy job without its specification"
     crash = run_record(job, ChildResult(answer=None, fault=fault, seconds=2.0, peak_rss_bytes=0, log=""))
     assert (crash.outcome, crash.message) == (Outcome.ERROR, fault)
     assert (crash.kind, crash.scenario, crash.stack) == ("accuracy", "mine", "vanilla")
