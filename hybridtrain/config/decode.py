@@ -8,13 +8,13 @@ and text to path or enum; unknown keys are errors.
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import Final, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 from hybridtrain.config.aliases import KINDS, OPTIONS, RENAMED, log_alias
 from hybridtrain.config.encode import hints_of, tag_of
@@ -167,6 +167,8 @@ class _Decoder:
     def _array(self, hint: object, inner: object, value: object, path: str) -> object:
         if not isinstance(value, list | tuple):
             return self._wrong(hint, value, path)
+        if _are_plain(inner, value):
+            return tuple(value)
         items = tuple(self.value(inner, item, f"{path}[{index}]") for index, item in enumerate(value))
         return _FAILED if _FAILED in items else items
 
@@ -266,6 +268,13 @@ class _Decoder:
     def _fault(self, path: str, sentence: str) -> object:
         self.faults.append(f"{path}: {sentence}")
         return _FAILED
+
+
+def _are_plain(hint: object, items: Sequence[object]) -> bool:
+    """Return whether all items are of the annotation as they stand: records have long arrays of numbers."""
+    if hint not in {int, float} or not set(map(type, items)) <= {hint}:
+        return False
+    return hint is int or all(map(math.isfinite, cast("Sequence[float]", items)))
 
 
 def _choices(hint: object) -> tuple[object, ...]:

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -74,7 +75,12 @@ def _cpu_name() -> str:
 
 
 def _git(*arguments: str) -> str:
-    folder = Path(hybridtrain.__file__ or "").parents[1]
+    return _asked_git(Path(hybridtrain.__file__ or "").parents[1], *arguments)
+
+
+@cache
+def _asked_git(folder: Path, *arguments: str) -> str:
+    """Return git's answer about a folder; asked once, because this process keeps the program that it began with."""
     try:
         done = subprocess.run(  # noqa: S603  fixed arguments
             # A run that is stopped kills git, whose lock on the index would stay and keep the user from committing.

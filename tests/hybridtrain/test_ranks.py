@@ -95,7 +95,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_one_process(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -131,9 +131,11 @@ def test_one_micro_batch_a_rank_equals_plain_accumulation(tmp_path: Path) -> Non
     assert on_ranks(4, lambda group: run(case, group, tmp_path)) == [alone] * 4
 
 
-@pytest.mark.sample(one_in=2)
-@pytest.mark.parametrize("copies_to_host", [True, False])
-@pytest.mark.parametrize("stack", ["zero2-int8-states", "zero3-split16"])
+@pytest.mark.sample(one_in=4)
+@pytest.mark.parametrize(
+    ("stack", "copies_to_host"),
+    [("zero2-int8-states", True), ("zero3-split16", False), ("zero2-int8-states", False), ("zero3-split16", True)],
+)
 def test_a_state_that_ranks_saved_is_the_one_that_one_process_saves(
     stack: str, tmp_path: Path, *, copies_to_host: bool
 ) -> None:
@@ -145,7 +147,7 @@ def test_a_state_that_ranks_saved_is_the_one_that_one_process_saves(
 
     def save(group: Group, folder: Path) -> None:
         trainer = new_trainer(case, group)
-        train(trainer, slice(3))
+        train(trainer, slice(2))
         saver = CheckpointSaver(folder, copies_to_host=copies_to_host, clock=lambda: 0.0)
         saver.save(trainer)
         saver.finish()
@@ -153,14 +155,14 @@ def test_a_state_that_ranks_saved_is_the_one_that_one_process_saves(
     def go_on(group: Group) -> tuple[list[tuple[float, float | None]], dict[str, str]]:
         trainer = new_trainer(case, group)
         load_checkpoint(trainer, tmp_path / "ranks")
-        return train(trainer, slice(3, None)), weights_of(trainer)
+        return train(trainer, slice(2, None)), weights_of(trainer)
 
     on_ranks(2, lambda group: save(group, tmp_path / "ranks"))
     save(DirectGroup(2), tmp_path / "alone")
     assert contents(tmp_path / "ranks") == contents(tmp_path / "alone")
     assert on_ranks(4, go_on) == [go_on(DirectGroup(4))] * 4
     told, weights = run(case, DirectGroup(2), tmp_path)
-    assert go_on(DirectGroup(2)) == (told[3:], weights)
+    assert go_on(DirectGroup(2)) == (told[2:], weights)
 
 
 @pytest.mark.parametrize("name", ["data-parallel", "zero1-split16-away", "zero2", "zero3", "zero3-int8-weights"])

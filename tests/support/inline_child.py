@@ -9,8 +9,7 @@ from typing import Any, get_type_hints
 
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
-from hybridvalidation.child import ChildResult
-from hybridvalidation.study.protocol import UNIONS
+from hybridvalidation.child import _UNIONS, ChildResult
 
 
 class InlineChild:
@@ -20,7 +19,7 @@ class InlineChild:
         module, _, name = work.partition(":")
         function = getattr(import_module(module), name)
         job_class = next(iter(get_type_hints(function).values()))
-        found = function(decode(job_class, json.loads(to_json(job)), source=work, unions=UNIONS))
+        found = function(decode(job_class, json.loads(to_json(job)), source=work, unions=_UNIONS))
         read = decode(answer, json.loads(to_json(found)), source=work)
         self._ended: ChildResult[Any] = ChildResult(answer=read, fault="", seconds=0.1, peak_rss_bytes=0, log="")
 

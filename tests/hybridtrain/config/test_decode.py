@@ -203,6 +203,30 @@ def test_wrong_types_are_refused(annotation: object, value: object, words: str) 
     assert caught.value.faults == (f"$.held: {words}",)
 
 
+@pytest.mark.parametrize(
+    ("kind", "items", "place"),
+    [
+        (float, [1.0, math.nan], 1),
+        (float, [1.0, "2"], 1),
+        (float, [-math.inf, 2.0], 0),
+        (int, [1, 2.0], 1),
+        (int, [True], 0),
+    ],
+)
+def test_one_wrong_number_of_an_array_is_named(kind: type, items: list[object], place: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(make_dataclass("Held", [("items", tuple[kind, ...])]), {"items": items}, source="x")  # type: ignore[valid-type]
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"$.items[{place}]: found ")
+
+
+def test_integers_among_floats_become_floats() -> None:
+    held = make_dataclass("Held", [("items", tuple[float, ...])])
+    found = decode(held, {"items": [1, 2.5]}, source="x").items  # type: ignore[attr-defined]
+    assert found == (1.0, 2.5)
+    assert set(map(type, found)) == {float}
+
+
 def test_an_integer_too_large_for_a_float_is_refused() -> None:
     faults = faults_of({"name": "n", "workload": {"seq_len": 1, "learning_rate": 10**400}})
     assert len(faults) == 1

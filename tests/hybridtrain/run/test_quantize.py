@@ -41,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(1)
     with chdir(place), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        Path("text.txt").write_text(inspect.getsource(argparse))
+        Path("text.txt").write_text(inspect.getsource(argparse)[:50_000])
         stacks: dict[str, tuple[Optimization, ...]] = {"plain": (), "bitnet": (Bitnet(),)}
         for name, stack in stacks.items():
             train(
@@ -67,7 +67,7 @@ def rows_of(path: Path | str, **options: object) -> dict[str, QuantizedFigures]:
 
 
 def test_fewer_bits_lose_more_and_bitnet_loses_nothing_in_three_values(runs: Path) -> None:  # noqa: ARG001
-    plain, bitnet = rows_of("plain"), rows_of("bitnet")
+    plain, bitnet = rows_of("plain"), rows_of("bitnet", formats=("ternary",))
     for found in (plain, bitnet):
         assert found["as stored"].loss < 0.5 * math.log(256)  # far from uniform: there is something to lose
     lost = {name: row.loss_difference for name, row in plain.items()}

@@ -1,5 +1,6 @@
 """``hybridtrain train``: what a resumed run may not change, how a run is stopped, what damage it survives."""
 
+import io
 import json
 import os
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from faults.runs import command, ended, forked, is_running
 from hybridtrain.cli.main import main
 from hybridtrain.data.token_file import TokenFormat, write_token_file
 from hybridtrain.errors import ConfigError
@@ -26,8 +28,6 @@ from tiny_files import training_file
 
 TRAIN = training_file()
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 40
-ASCII_STREAM = "import io, sys; sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding='ascii')\n"
-COMMAND = "from hybridtrain.cli.main import main; sys.exit(main(sys.argv[1:]))\n"
 TENSORS = Path("run/checkpoints/step-00000004/tensors-00000.safetensors")
 ARGUMENTS = ["train", "train.toml", "--data", "text.txt"]
 
@@ -113,36 +113,37 @@ def test_a_damaged_state_costs_the_steps_since_the_one_before(capsys: pytest.Cap
     assert losses("run") == losses("whole")
 
 
-@contextmanager
-def started(*more: str) -> "Iterator[subprocess.Popen[str]]":
-    """Have a run that waits at its third step until it gets a signal, and then ends that step; it ends with the test.
+WAITS, OUT, ERR = (Path(name) for name in ("waits", "out.txt", "err.txt"))
 
-    A process left behind would fail whatever test the collector comes to it in.
-    """
-    wait = """
-import signal, time
-from hybridtrain.run import train
-advance, steps = train._advance, iter(range(1, 100))
-def slow(run):
-    if next(steps) == 3:
-        print("waiting", flush=True)
-        while "_Interruption" in repr(signal.getsignal(signal.SIGTERM)):
+
+def until_a_signal() -> None:
+    """Wait for a signal that ends the run after its step."""
+    WAITS.touch()
+    given_up = time.monotonic() + 30
+    while "_Interruption" in repr(signal.getsignal(signal.SIGTERM)) and time.monotonic() < given_up:
+        time.sleep(0.01)
+
+
+@contextmanager
+def started(step: int = 3, wait: Callable[[], None] = until_a_signal) -> Iterator[int]:
+    """Have a run, in a forked process, that waits at a step; yield its id once it waits. It ends with the test."""
+
+    def begin() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+        advance, steps = train._advance, iter(range(1, 100))
+
+        def slow(run: Any) -> Any:
+            if next(steps) == step:
+                wait()
+            return advance(run)
+
+        train._advance = slow  # of this process, which ends with the command
+
+    with forked(lambda: command(ARGUMENTS, begin=begin, out=OUT, said=ERR)) as process:
+        while not WAITS.exists():
+            assert is_running(process), ERR.read_text()
             time.sleep(0.01)
-    return advance(run)
-train._advance = slow
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"import sys\n{wait}{COMMAND}", *ARGUMENTS, *more],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509  no threads here
-    )  # fmt: skip
-    with process:
-        try:
-            assert process.stdout is not None
-            assert "waiting\n" in process.stdout
-            yield process
-        finally:
-            process.kill()
+        yield process
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -150,12 +151,11 @@ def test_a_signal_ends_the_run_after_its_step_and_saves(number: signal.Signals) 
     change("save_every = 2", "save_every = 100")
     assert main([*ARGUMENTS, "--out", "whole"]) == 0
     with started() as process:
-        process.send_signal(number)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 75  # documented in the help: it may go on
-    assert "stopping after this step, which is then saved" in err
-    assert "Traceback" not in err
-    assert out.splitlines()[-1].startswith(f"stopped by {number.name}: 3 steps, loss ")
+        os.kill(process, number)
+        assert ended(process) == 75  # documented in the help: it may go on
+    assert "stopping after this step, which is then saved" in ERR.read_text()
+    assert "Traceback" not in ERR.read_text()
+    assert OUT.read_text().splitlines()[-1].startswith(f"stopped by {number.name}: 3 steps, loss ")
     assert losses("run") == losses("whole")[:3]
     assert main([*ARGUMENTS, "--resume"]) == 0
     assert losses("run") == losses("whole")
@@ -198,7 +198,7 @@ def test_a_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixtur
         assert capsys.readouterr().err.count("another run is using this folder;") == 2
         assert partial.exists()
         while not Path("run/checkpoints/step-00000002").exists():  # written beside the training
-            assert process.poll() is None
+            assert is_running(process)
             time.sleep(0.01)
     assert main([*ARGUMENTS, "--resume"]) == 0  # the system dropped the lock
     assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
@@ -222,14 +222,12 @@ def test_a_damaged_log_line_is_dropped_with_a_word(capsys: pytest.CaptureFixture
     assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
 
 
-def test_a_stream_that_cannot_show_the_sample_does_not_end_the_run() -> None:
+def test_a_stream_that_cannot_show_the_sample_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     change("sample_tokens = 0", 'sample_tokens = 3\nsample_prompt = "\u00e9"')
-    done = subprocess.run(
-        [sys.executable, "-c", f"{ASCII_STREAM}{COMMAND}", *ARGUMENTS],
-        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "\\xe9" in done.stdout
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    assert main(ARGUMENTS) == 0
+    assert b"\\xe9" in written.getvalue()
 
 
 def test_weights_that_are_no_number_are_not_saved(
@@ -386,37 +384,21 @@ def test_the_folder_says_where_and_by_what_it_was_made() -> None:
 
 
 def test_a_second_signal_ends_the_run_at_once() -> None:
-    wait = """
-import time
-from pathlib import Path
-from hybridtrain.run import train
-advance, steps, saved = train._advance, iter(range(1, 100)), Path("run/checkpoints/step-00000002")
-def slow(run):
-    if next(steps) == 4:
+    def without_end() -> None:
         given_up = time.monotonic() + 120
-        while not saved.exists() and time.monotonic() < given_up:  # a state is written beside the steps after it
+        while not Path("run/checkpoints/step-00000002").exists() and time.monotonic() < given_up:
+            time.sleep(0.01)  # a state is written beside the steps after it
+        WAITS.touch()
+        time.sleep(30)
+
+    with started(4, without_end) as process:
+        os.kill(process, signal.SIGTERM)
+        while "once more stops at once" not in ERR.read_text():
+            assert is_running(process)
             time.sleep(0.01)
-        print("waiting", flush=True)
-        time.sleep(600)
-    return advance(run)
-train._advance = slow
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", f"import sys\n{wait}{COMMAND}", *ARGUMENTS],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            assert "waiting\n" in process.stdout
-            process.terminate()
-            assert process.stderr.readline() == "\n"
-            assert "once more stops at once" in process.stderr.readline()
-            process.terminate()
-            assert "Traceback" not in process.communicate(timeout=120)[1]
-        finally:
-            process.kill()
-    assert process.returncode == 143
+        os.kill(process, signal.SIGTERM)
+        assert ended(process) == 143
+    assert "Traceback" not in ERR.read_text()
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
     assert main([*ARGUMENTS, "--resume"]) == 0
 

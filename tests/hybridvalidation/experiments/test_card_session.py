@@ -375,6 +375,7 @@ class TestPlan:
         assert not found.fault
         assert found.micro_batch_size * found.accum_steps == 2
 
+    @pytest.mark.every_case
     def test_a_plan_is_made_in_a_fresh_process(self) -> None:
         small = part(model="gpt2-small", seq_len=64)
         job = PlanJob(part=small, card=find_card("h200"), host=Host(memory_gib=64))

@@ -1,4 +1,4 @@
-"""One whole ``validate`` with real worker processes: what is run, what is read, and what is written where."""
+"""One whole ``validate`` with a real worker process: what is run, what is read, and what is written where."""
 
 import shutil
 import socket
@@ -14,7 +14,7 @@ from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_json
 from hybridtrain.run.environment import read_environment
 from hybridvalidation import validate as validate_module
-from hybridvalidation.child import ChildResult
+from hybridvalidation.child import Child, ChildResult
 from hybridvalidation.experiments import stack_runs as runner
 from hybridvalidation.experiments.stack_runs import Job, make_job, run_from_records
 from hybridvalidation.judge.joint import judge_all
@@ -22,6 +22,7 @@ from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.scenario_files import ScenarioFiles
+from inline_child import InlineChild
 from tiny_files import scenario_file, shape_file
 from tiny_runs import ACCURACY, record
 
@@ -119,13 +120,19 @@ class Place:
 
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """One ``validate`` with four worker processes, for all tests below; they do not write here."""
+    """One ``validate`` for all tests below; they do not write here. One of two workers is a process of its own."""
     place = Place(tmp_path_factory.mktemp("validated"))
     for name, text in FILES.items():
         path = place.root / "scenarios" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert place.run("validate", "mine", "--record") == 0
+
+    def worker(work: str, job: Job, answer: type[StackRun]) -> Child[StackRun] | InlineChild:
+        return (Child if job.stack.name == "lean" else InlineChild)(work, job, answer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "Child", worker)
+        assert place.run("validate", "mine", "--record") == 0
     return place
 
 

@@ -90,6 +90,7 @@ def test_a_stopped_ladder_goes_on_where_it_was(ladder: LadderFile, tmp_path: Pat
     assert all((record.jumps > 0) is (record.run.arm == "jumps") for record in made.values())
 
 
+@pytest.mark.every_case
 def test_a_process_of_its_own_makes_the_same_run(ladder: LadderFile, tmp_path: Path) -> None:
     (made,) = run_study(ladder, tmp_path, jobs=1, max_runs=1, say=lambda _: None).values()
     assert outcome(made) == outcome(make_run(ladder, made.run))

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.decode import decode
@@ -90,9 +91,14 @@ def read_lines(path: Path, cls: type[T]) -> list[T]:
     """
     if not path.exists():
         return []
-    content = path.read_bytes()
+    return list(_records(path.read_bytes(), path, cls))  # type: ignore[arg-type]  # a class has a hash
+
+
+@lru_cache(maxsize=64)
+def _records(content: bytes, path: Path, cls: type) -> tuple[Any, ...]:
+    """Return the records of a file's content, which a report asks for many times."""
     lines = content[: len(content) - len(_torn(content))].removesuffix(b"\n").split(b"\n")
-    return [_decode(path, number, line, cls) for number, line in enumerate(lines, 1)] if lines != [b""] else []
+    return tuple(_decode(path, number, line, cls) for number, line in enumerate(lines, 1) if lines != [b""])
 
 
 @contextmanager

@@ -55,6 +55,15 @@ class Results:
 
     def run(self, name: str) -> ScenarioRun:
         """Return a scenario with its newest records; nothing is run."""
+        if name not in self._runs:
+            self._runs[name] = self._read_run(name)
+        return self._runs[name]
+
+    @cached_property
+    def _runs(self) -> dict[str, ScenarioRun]:
+        return {}
+
+    def _read_run(self, name: str) -> ScenarioRun:
         scenario = self.files.scenario(name)
         stacks = [self.files.stack(stack) for stack in scenario.stacks]
         return run_from_records(scenario, stacks, RecordStore(self.records))
