@@ -163,7 +163,7 @@ def _axis(request: FitRequest, quantity: Quantity, free_share: float) -> _Axis:
             return (1 - free_share) * card.memory_bytes - card.context_bytes - card.cublas_workspace_bytes
 
         cards = sorted(card_catalogue().values(), key=room, reverse=True)
-        smallest = f"{cards[-1].name} is the smallest card of the catalogue"
+        smallest = "the smallest card of the catalogue"
         return _Axis(
             quantity, len(cards), lambda i: (replace(request, card=cards[i - 1]), 1),
             lambda i: cards[i - 1].memory_bytes, smallest,
@@ -268,16 +268,16 @@ class _Search:
         )  # fmt: skip
 
     def _limit(self, i: int) -> str:
-        """Return what a point lacks that does not fit, and its largest holders."""
-        (asked, _), needs = self._at(i), self._planned(i) if self.solver.plans else self._estimated(i)
-        over = self._over(asked, needs)
+        """Return what a point lacks that does not fit, and who holds most of it."""
+        plans, (asked, _) = self.solver.plans, self._at(i)
+        over = self._over(asked, self._planned(i) if plans else self._estimated(i))
         place = max(over, key=lambda name: over[name])
-        told = f"{place}: {format_bytes(over[place])} too little"
-        if not self.solver.plans or place == "disk":
+        told = f"{place} {format_bytes(over[place])} short"
+        if not plans or place == "disk":
             return told
-        demand = self._demand(i)
-        held = card_holders(demand) if place == "card memory" else host_holders(demand)
-        return f"{told}; {', '.join(f'{name} {format_bytes(size)}' for name, size in held[:_MOST_NAMED])}"
+        holders = card_holders if place == "card" else host_holders
+        held = holders(self._demand(i))[:_MOST_NAMED]
+        return f"{told}: {', '.join(f'{name} {format_bytes(size)}' for name, size in held)}"
 
     def _at(self, i: int) -> tuple[FitRequest, Candidate]:
         request, size = self.solver.axis.at(i)
@@ -310,8 +310,8 @@ class _Search:
         """Return the bytes beyond the room of each memory, negative where there is room."""
         machine = asked.rank_host
         return {
-            "card memory": needs.card - (1 - self.solver.free_share) * asked.card.memory_bytes,
-            "host memory": needs.host - machine.tensor_bytes, "disk": needs.disk - machine.disk_bytes,
+            "card": needs.card - (1 - self.solver.free_share) * asked.card.memory_bytes,
+            "host": needs.host - machine.tensor_bytes, "disk": needs.disk - machine.disk_bytes,
         }  # fmt: skip
 
     def _estimated(self, i: int) -> PlanBytes:
@@ -343,8 +343,8 @@ class _Search:
 
 
 def card_holders(demand: Demand) -> list[tuple[str, float]]:
-    """Return who holds the allocated bytes of the card at their peak, the largest first."""
-    held = dict[str, float]()
+    """Return who holds the reserved bytes of the card at their peak, the largest first."""
+    held = dict[str, float](fragments=demand.reserved_bytes - demand.peak.allocated_bytes)
     for (tensor_class, unit), size in demand.peak.by_unit.items():
         is_loss = tensor_class is TensorClass.ACTIVATION and unit == "head"
         name = "logits of the loss" if is_loss else _CLASS_NAMES[tensor_class]

@@ -49,6 +49,7 @@ class SolveReport:
             "model": str(self.arguments.model),
             "params": request.model.num_params,
             "card": None if self.quantity == "card" else request.card.name,
+            "card_bytes": None if self.quantity == "card" else request.card.memory_bytes,
             "world": request.world.size,
             "host_tensor_bytes": None if self.quantity == "host" else request.host.tensor_bytes,
             "seq_len": None if self.quantity == "seq" else request.seq_len,
@@ -98,7 +99,7 @@ class SolveReport:
             card = solution.request.card
             return f"{short_name(card)}, {to_gib(card.memory_bytes):.2f} GiB"
         if self.quantity == "host":
-            memory = solution.value + solution.request.host.reserved_gib
+            memory = max(1, solution.value) + solution.request.host.reserved_gib
             return f"{solution.value} GiB for tensors, --host-memory {memory:g}GiB"
         return f"{solution.value} {'sequences' if self.quantity == 'batch' else 'tokens'}"
 
@@ -142,7 +143,7 @@ class SolveReport:
         if len(by_limit) == 1:
             told = [f"  all: {limit}" for limit in by_limit]
         lines = [line for text in told for line in wrap(text, width, subsequent_indent="    ")]
-        return ["What is full at the next value:", *lines]
+        return ["Limit, and who holds most at the next value:", *lines]
 
     def _notes(self, width: int) -> list[str]:
         request, asked = self.request, list[str]()
