@@ -1,9 +1,9 @@
 """The largest micro-batch, the longest sequence, the smallest card, the least host memory with which a model fits.
 
-Each is the last point of a grid on which bytes only rise, or room only falls. Short runs find it for every offload
-arrangement, by bisection that begins where arithmetic puts the limit. Full dry runs then move it until a point fits and
-the next does not. All blocks recompute their activations. A step has the tokens of the request, in two micro-batches at
-least, so that gradients wait for the second.
+Each is the last point of a grid on which bytes rise, or room falls. Short runs find it for every offload arrangement,
+by bisection that begins where arithmetic puts the limit. Full dry runs then move it until a point fits and the next
+does not; reserved bytes are rounded, so that a point beyond may fit by chance. All blocks recompute their activations.
+A step has the tokens of the request, in two micro-batches at least, so that gradients wait for the second.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -31,8 +31,6 @@ _NEXT_TO_NOTHING_GIB = 1 / 64
 """A batch on its way; told as 0 GiB."""
 _TRUST = 0.05
 """Of the card's memory: what short runs put farther from the limit is taken as it is."""
-_STEEPEST = 4.0
-"""Factor between bytes and arithmetic's, per point."""
 _FAST_TRIES = 6
 """Points that the estimate chooses, before halves are taken."""
 _CLASS_NAMES = {
@@ -76,7 +74,7 @@ class Solved:
     def best(self) -> Solution | None:
         """The better one, at equal values without offload."""
         found = [each for each in (self.resident, self.offloaded) if each is not None]
-        return found[0] if len(found) < 2 or _rank(found[0]) >= _rank(found[1]) else found[1]
+        return max(found, key=_rank, default=None)  # the first of equal ones
 
 
 def _rank(solution: Solution) -> int:
@@ -367,15 +365,14 @@ def largest(count: int, over: Callable[[int], float], hint: Callable[[int], floa
     low, high, guess, scale = 0, count + 1, start, 1.0
     points = list[tuple[float, float]]()
     while high - low > 1:
-        if len(points) >= _FAST_TRIES and high <= count:
-            guess = (low + high) // 2
+        if len(points) >= _FAST_TRIES:
+            guess = (low + high) // 2 if high <= count else 2 * low
         guess = min(max(guess, low + 1), high - 1)
         points.append((over(guess), hint(guess)))
         low, high = (guess, high) if points[-1][0] <= 0 else (low, guess)
-        if len(points) > 1 and points[-1][1] != points[-2][1]:
-            slope = (points[-1][0] - points[-2][0]) / (points[-1][1] - points[-2][1])
-            scale = min(max(slope, 1 / _STEEPEST), _STEEPEST)
-        above, hinted = points[-1]
+        (above, hinted), before = points[-1], points[-2:-1]
+        slopes = [(above - a) / (hinted - h) for a, h in before if hinted != h]
+        scale = next((slope for slope in slopes if slope > 0), scale)
         guess = _boundary(low, high, guess, lambda i, a=above, h=hinted, s=scale: a + s * (hint(i) - h) <= 0)  # type: ignore[misc]
     return low
 
