@@ -16,6 +16,7 @@ import numpy as np
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.step_visit import upload_batch
+from hybridtrain.kernel_rules import rules_of
 from hybridtrain.memory.group import VirtualGroup
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, block_params
@@ -68,6 +69,7 @@ class _Passes:
         empty = np.zeros((size, length), dtype=np.int64)
         batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
         transfer, ledger = VirtualTransfer(), StorageLedger()
+        ledger.scratch_rules = rules_of(request.card)
         with bypass_meta_wrappers(), ledger:
             config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
             trainer = Trainer(self.model, plan, config, transfer, ledger, group=_group_of(request))
@@ -144,6 +146,7 @@ class ShortRuns:
         key = (
             _of_few_blocks(request.model), request.seq_len, candidate.world, few, arrangement,
             candidate.micro_batch_size, level.accumulator, level.weight_bytes, _is_frozen(level),
+            request.card.has_bfloat16_tensor_cores,  # decides on the kernels
         )  # fmt: skip
         if key not in self._passes:
             short = replace(candidate, num_micro_batches=few, keep_last=int(not arrangement.fuses), resident_layers=0)
