@@ -1,0 +1,445 @@
+"""``hybridtrain atlas``: the answers of ``fit`` for many models, cards and lengths, and full dry runs of some of them.
+
+A case is a model: its cards, methods and lengths share their short runs. Some cells, chosen by a digest of their names,
+are run again with every block; the largest difference says how far off the others may be.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from typing import Final
+
+from hybridtrain.config.decode import load_toml
+from hybridtrain.config.encode import digest
+from hybridtrain.config.rules import below_least, refuse, repeated
+from hybridtrain.errors import unknown_name
+from hybridtrain.models.model_config import PRESETS, ModelConfig
+from hybridtrain.planning.candidates import FitRequest
+from hybridtrain.planning.fitting import METHODS, Method, TrainingOption, fit, levels_of, whole_run
+from hybridtrain.planning.short_run import ShortRuns
+from hybridtrain.reports.fit_report import FitArguments
+from hybridtrain.units import MIB, format_seconds
+from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, card_catalogue
+from hybridvalidation.child import Child, Ended
+from hybridvalidation.experiment import Experiment, Results, answer_of, child_header, in_children
+from hybridvalidation.records.outcome import Evidence
+from hybridvalidation.records.record import Record
+from hybridvalidation.records.store import read_lines
+
+_FILE, _CHECKS_FILE = "atlas.jsonl", "atlas-checks.jsonl"
+_VERDICTS: Final[Mapping[str, FitVerdict]] = {"y": FitVerdict.FITS, "b": FitVerdict.BARELY, "n": FitVerdict.NO}
+LEVELS: Final[Mapping[str, Method]] = {level.name: method for method in METHODS for level in levels_of(method)}
+"""Method of each precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtlasModel:
+    """A model of the atlas."""
+
+    name: str
+    """Of its preset."""
+    title: str
+    """For a reader."""
+    also: tuple[str, ...] = ()
+    """Others of the same shape, which a search finds too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtlasFile:
+    """``scenarios/atlas/atlas.toml``."""
+
+    host_memory: str
+    lengths: tuple[int, ...]
+    """Tokens of a sequence; a model has those that it has positions for."""
+    levels: tuple[str, ...]
+    """Precisions, by their names in ``fit``."""
+    checks: int
+    """Cells that are run with every block."""
+    models: tuple[AtlasModel, ...]
+
+    def __post_init__(self) -> None:
+        names = [model.name for model in self.models]
+        refuse([
+            *(f"models: '{name}' is there twice; drop one" for name in repeated(names)),
+            *(f"models: {unknown_name('model', name, PRESETS)}" for name in names if name not in PRESETS),
+            *(f"levels: {unknown_name('precision', name, LEVELS)}" for name in self.levels if name not in LEVELS),
+            *below_least(self, ["checks"]),
+            *(f"lengths: {length} must be at least 1" for length in self.lengths if length < 1),
+        ])  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtlasJob:
+    """One model, to fit on all cards; equal jobs have equal answers."""
+
+    model: str
+    shape: ModelConfig
+    cards: Mapping[str, Card]
+    lengths: tuple[int, ...]
+    levels: tuple[str, ...]
+    host_memory: str
+
+    @property
+    def card_names(self) -> tuple[str, ...]:
+        """Names of the cards, sorted: a mapping that has been a file has no other order."""
+        return tuple(sorted(self.cards))
+
+    @property
+    def key(self) -> str:
+        """Digest of all fields."""
+        return digest(self)
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Methods to which the levels belong."""
+        return tuple(dict.fromkeys(LEVELS[level] for level in self.levels))
+
+    def request(self, card: str, seq_len: int) -> FitRequest:
+        """Return what ``fit MODEL --card CARD --seq N`` asks for."""
+        arguments = FitArguments(model=self.model, card=card, host_memory=self.host_memory, seq=seq_len)
+        return replace(arguments.resolve(), card=self.cards[card])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Figures of one model, a value per cell: cards, then lengths, then levels, which change fastest."""
+
+    verdicts: str
+    """A letter per cell: y fits, b fits barely, n does not fit."""
+    device_mib: tuple[int, ...]
+    """CUDA context included; where it does not fit what the smallest option needs, by arithmetic."""
+    host_mib: tuple[int, ...]
+    disk_mib: tuple[int, ...]
+    tokens_per_s: tuple[int, ...]
+    """0: it does not fit."""
+    offloads: tuple[str, ...]
+    """What is kept off the card, for a reader."""
+    offload: tuple[int, ...]
+    """Place in ``offloads``."""
+    micro_batch_size: tuple[int, ...]
+    kept_blocks: tuple[int, ...]
+    """Blocks that keep their activations."""
+
+    def per_cell(self) -> Mapping[str, Sequence[object]]:
+        """Return the columns with a value per cell, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offloads"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One model, card, length and precision."""
+
+    model: str
+    card: str
+    seq_len: int
+    level: str
+    verdict: FitVerdict
+    device_mib: int
+    host_mib: int
+    disk_mib: int
+    tokens_per_s: int
+    offload: str
+    micro_batch_size: int
+    kept_blocks: int
+
+    @property
+    def name(self) -> str:
+        """For messages and for choosing."""
+        return f"{self.model} {self.card} {self.seq_len} {self.level}"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits and leaves the margin free."""
+        return self.verdict is FitVerdict.FITS
+
+    @property
+    def command(self) -> str:
+        """The command that answers with these figures."""
+        return command_of(self.model, self.card, self.seq_len, self.level)
+
+
+def command_of(model: str, card: str, seq_len: int, level: str) -> str:
+    """Return the command that answers with a cell's figures."""
+    return f"hybridtrain fit {model} --card {card} --method {LEVELS[level]} --seq {seq_len} --quick"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtlasRecord(Record):
+    """All cells of one model. Bytes and times are ``estimated`` from short runs; of what does not fit, arithmetic."""
+
+    model: str
+    num_params: int
+    cards: tuple[str, ...]
+    card_mib: tuple[int, ...]
+    """Memory of each card."""
+    lengths: tuple[int, ...]
+    levels: tuple[str, ...]
+    host_memory: str
+    columns: Columns
+    evidence: Evidence = Evidence.ESTIMATED
+
+    def faults(self) -> list[str]:
+        """Return inconsistencies of the content."""
+        count = len(self.cards) * len(self.lengths) * len(self.levels)
+        faults = [] if len(self.card_mib) == len(self.cards) else ["card_mib: must have a value per card"]
+        return faults + [
+            f"columns.{name}: {len(column)} values must be {count}, one per card, length and level"
+            for name, column in self.columns.per_cell().items()
+            if len(column) != count
+        ]
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield all cells."""
+        columns = self.columns
+        places = product(self.cards, self.lengths, self.levels)
+        for place, (card, seq_len, level) in enumerate(places):
+            yield Cell(
+                model=self.model, card=card, seq_len=seq_len, level=level, verdict=_VERDICTS[columns.verdicts[place]],
+                device_mib=columns.device_mib[place], host_mib=columns.host_mib[place],
+                disk_mib=columns.disk_mib[place], tokens_per_s=columns.tokens_per_s[place],
+                offload=columns.offloads[columns.offload[place]], micro_batch_size=columns.micro_batch_size[place],
+                kept_blocks=columns.kept_blocks[place],
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckJob:
+    """One cell, to run with every block."""
+
+    atlas: AtlasJob
+    card: str
+    seq_len: int
+    level: str
+
+    @property
+    def key(self) -> str:
+        """Digest of the question."""
+        return digest(replace(self, atlas=replace(self.atlas, cards={self.card: self.atlas.cards[self.card]})))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckFigures:
+    """One option by short runs, and by a full dry run."""
+
+    estimated_device_bytes: int
+    planned_device_bytes: int
+    estimated_host_bytes: int
+    planned_host_bytes: int
+    estimated_tokens_per_s: float
+    planned_tokens_per_s: float
+    fits: bool
+    """By the full dry run."""
+    micro_batches_run: int
+    num_micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtlasCheck(Record):
+    """One cell, run with every block."""
+
+    model: str
+    card: str
+    seq_len: int
+    level: str
+    figures: CheckFigures
+    evidence: Evidence = Evidence.PLANNED
+
+    @property
+    def memory_error(self) -> float:
+        """Estimated over planned bytes of the card, less 1."""
+        return self.figures.estimated_device_bytes / self.figures.planned_device_bytes - 1
+
+    @property
+    def host_error(self) -> float | None:
+        """Likewise of the host, as a share of the card's bytes and the host's; None where nothing is offloaded."""
+        figures = self.figures
+        return figures.estimated_host_bytes / figures.planned_host_bytes - 1 if figures.planned_host_bytes else None
+
+    @property
+    def speed_error(self) -> float:
+        """Estimated over planned tokens per second, less 1: of the short runs alone, not of the roofline."""
+        return self.figures.estimated_tokens_per_s / self.figures.planned_tokens_per_s - 1
+
+
+def read_atlas_file(folder: Path) -> AtlasFile:
+    """Read what the atlas holds from a folder of scenarios; raises ``ConfigError``."""
+    return load_toml(AtlasFile, folder / "atlas" / "atlas.toml")
+
+
+def read_atlas(records: Path) -> dict[str, AtlasRecord]:
+    """Return the newest record of each model; raises ``RecordError`` for a line that is none."""
+    return {record.model: record for record in read_lines(records / _FILE, AtlasRecord)}
+
+
+def read_checks(records: Path, atlas: Mapping[str, AtlasRecord]) -> list[AtlasCheck]:
+    """Return the newest check of each cell of an atlas."""
+    newest = {(check.model, check.card, check.seq_len, check.level): check for check in _checks(records)}
+    return [check for check in newest.values() if check.model in atlas]
+
+
+def _checks(records: Path) -> list[AtlasCheck]:
+    return read_lines(records / _CHECKS_FILE, AtlasCheck)
+
+
+def jobs_of(file: AtlasFile, names: Sequence[str] = ()) -> dict[str, AtlasJob]:
+    """Return the jobs of models by name, of all without names."""
+    chosen = [model.name for model in file.models if not names or model.name in names]
+    return {
+        name: AtlasJob(
+            model=name, shape=PRESETS[name], cards=card_catalogue(),
+            lengths=tuple(length for length in file.lengths if length <= PRESETS[name].max_seq_len),
+            levels=file.levels, host_memory=file.host_memory,
+        )
+        for name in chosen
+    }  # fmt: skip
+
+
+# ---- the cells of a model
+
+
+def make_columns(job: AtlasJob) -> Columns:
+    """Fit a model on all cards at all lengths."""
+    found = {}
+    for seq_len in job.lengths:
+        runs = ShortRuns()  # of one length: another shares none
+        for card in job.card_names:
+            found[card, seq_len] = options_of(job, card, seq_len, runs)
+    return _columns([
+        (job.request(card, seq_len), found[card, seq_len][level])
+        for card, seq_len, level in product(job.card_names, job.lengths, job.levels)
+    ])  # fmt: skip
+
+
+def options_of(job: AtlasJob, card: str, seq_len: int, runs: ShortRuns) -> dict[str, TrainingOption]:
+    """Return what fit answers of one card and length, by precision."""
+    return {option.name: option for option in fit(job.request(card, seq_len), methods=job.methods, runs=runs)}
+
+
+def _columns(answers: Sequence[tuple[FitRequest, TrainingOption]]) -> Columns:
+    options = [option for _, option in answers]
+    letters = {verdict: letter for letter, verdict in _VERDICTS.items()}
+    told = [option.candidate.arrangement.offload for option in options]
+    offloads = sorted(set(told))
+    return Columns(
+        verdicts="".join(letters[_verdict(request, option)] for request, option in answers),
+        device_mib=tuple(round(option.device_bytes / MIB) for option in options),
+        host_mib=tuple(round(option.host_bytes / MIB) for option in options),
+        disk_mib=tuple(round(option.disk_bytes / MIB) for option in options),
+        tokens_per_s=tuple(round(option.tokens_per_s or 0) for option in options),
+        offloads=tuple(offloads), offload=tuple(map(offloads.index, told)),
+        micro_batch_size=tuple(option.candidate.micro_batch_size for option in options),
+        kept_blocks=tuple(option.candidate.keep_last for option in options),
+    )  # fmt: skip
+
+
+def _verdict(request: FitRequest, option: TrainingOption) -> FitVerdict:
+    is_within = option.device_bytes <= request.card.memory_bytes and option.host_bytes <= request.rank_host.tensor_bytes
+    return FitVerdict.FITS if option.fits else FitVerdict.BARELY if is_within else FitVerdict.NO
+
+
+def _start(job: AtlasJob) -> Child[Columns]:
+    return Child("hybridvalidation.experiments.atlas:make_columns", job, Columns)
+
+
+def _record(job: AtlasJob, ended: Ended[Columns]) -> AtlasRecord:
+    return AtlasRecord(
+        key=job.key, model=job.model, num_params=job.shape.num_params, cards=job.card_names,
+        card_mib=tuple(job.cards[name].memory_mib for name in job.card_names), lengths=job.lengths, levels=job.levels,
+        host_memory=job.host_memory, columns=answer_of(ended, job.model, "atlas"), **child_header(ended),
+    )  # fmt: skip
+
+
+def run_atlas(
+    jobs: Iterable[AtlasJob], records: Path, *, width: int, max_runs: int | None, say: Callable[[str], None],
+    to: Path | None,
+) -> Results[AtlasJob, AtlasRecord]:  # fmt: skip
+    """Fit the models that have no record yet, and append theirs to the folder ``to``; None: keep none."""
+    experiment = Experiment[AtlasJob, AtlasRecord](
+        name="atlas", key=lambda job: job.key, run=in_children(_start, _record, width), file=lambda _: _FILE,
+        line=lambda job, record: f"{job.model}: {_told(record)}, {format_seconds(record.duration_s)}",
+    )  # fmt: skip
+    return experiment.run_missing(list(jobs), read_atlas(records).values(), records=to, say=say, max_runs=max_runs)
+
+
+def _told(record: AtlasRecord) -> str:
+    return f"{record.columns.verdicts.count('y')} of {len(record.columns.verdicts)} cells fit"
+
+
+# ---- full dry runs of some cells
+
+
+def chosen_cells(cells: Iterable[Cell], count: int, salt: str = "") -> list[Cell]:
+    """Return cells in the order of a digest of their names, the precisions in turn, each model at most once in a turn.
+
+    Args:
+        cells: To choose among.
+        count: At most so many.
+        salt: Another one chooses others.
+    """
+    ranked = sorted(cells, key=lambda cell: sha256(f"{salt} {cell.name}".encode()).digest())
+    levels = sorted({cell.level for cell in ranked})
+    chosen, taken = list[Cell](), set[str]()
+    while len(chosen) < count and ranked:
+        level = levels[len(chosen) % len(levels)]
+        here = [cell for cell in ranked if cell.level == level] or ranked
+        cell = next((cell for cell in here if cell.model not in taken), here[0])
+        taken = {cell.model} if cell.model in taken else taken | {cell.model}
+        chosen.append(cell)
+        ranked.remove(cell)
+    return chosen
+
+
+def check_jobs(file: AtlasFile, atlas: Mapping[str, AtlasRecord]) -> list[CheckJob]:
+    """Return the cells to run with every block: of those that fit, as many as the file says."""
+    jobs = jobs_of(file)
+    fitting = [cell for record in atlas.values() if record.model in jobs for cell in record.cells() if cell.fits]
+    return [
+        CheckJob(atlas=jobs[cell.model], card=cell.card, seq_len=cell.seq_len, level=cell.level)
+        for cell in chosen_cells(fitting, file.checks)
+    ]
+
+
+def check(job: CheckJob) -> CheckFigures:
+    """Estimate one cell, and run the same option with every block."""
+    request = job.atlas.request(job.card, job.seq_len)
+    option = options_of(job.atlas, job.card, job.seq_len, ShortRuns())[job.level]
+    whole = whole_run(request, option)
+    return CheckFigures(
+        estimated_device_bytes=round(option.device_bytes), planned_device_bytes=round(whole.device_bytes),
+        estimated_host_bytes=round(option.host_bytes), planned_host_bytes=round(whole.host_bytes),
+        estimated_tokens_per_s=option.tokens_per_s or 0.0, planned_tokens_per_s=whole.tokens_per_s or 0.0,
+        fits=whole.fits, micro_batches_run=whole.micro_batches_run,
+        num_micro_batches=option.candidate.num_micro_batches,
+    )  # fmt: skip
+
+
+def _start_check(job: CheckJob) -> Child[CheckFigures]:
+    return Child("hybridvalidation.experiments.atlas:check", job, CheckFigures)
+
+
+def _check_record(job: CheckJob, ended: Ended[CheckFigures]) -> AtlasCheck:
+    return AtlasCheck(
+        key=job.key, model=job.atlas.model, card=job.card, seq_len=job.seq_len, level=job.level,
+        figures=answer_of(ended, f"{job.atlas.model} on {job.card}", "atlas"), **child_header(ended),
+    )  # fmt: skip
+
+
+def run_checks(
+    jobs: Sequence[CheckJob], records: Path, *, width: int, max_runs: int | None, say: Callable[[str], None],
+    to: Path | None,
+) -> Results[CheckJob, AtlasCheck]:  # fmt: skip
+    """Run the cells with every block that have no record of it, and append theirs to the folder ``to``."""
+    experiment = Experiment[CheckJob, AtlasCheck](
+        name="atlas, full dry runs", key=lambda job: job.key, run=in_children(_start_check, _check_record, width),
+        file=lambda _: _CHECKS_FILE, line=lambda _, record: _check_line(record),
+    )  # fmt: skip
+    return experiment.run_missing(jobs, _checks(records), records=to, say=say, max_runs=max_runs)
+
+
+def _check_line(check: AtlasCheck) -> str:
+    return (
+        f"{check.model} on {check.card}, {check.seq_len} tokens, {check.level}: {check.memory_error:+.2%} of memory, "
+        f"{check.speed_error:+.2%} of speed, {format_seconds(check.duration_s)}"
+    )
