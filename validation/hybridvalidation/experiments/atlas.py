@@ -16,7 +16,7 @@ from hybridtrain.config.encode import digest
 from hybridtrain.config.rules import below_least, refuse, repeated
 from hybridtrain.errors import unknown_name
 from hybridtrain.models.model_config import PRESETS, ModelConfig
-from hybridtrain.planning.candidates import FitRequest
+from hybridtrain.planning.candidates import ARRANGEMENTS, Candidate, FitRequest
 from hybridtrain.planning.fitting import METHODS, Method, TrainingOption, fit, levels_of, whole_run
 from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.reports.fit_report import FitArguments
@@ -28,6 +28,7 @@ from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import read_lines
 
+_QUESTIONS = Path("atlas", "atlas.toml")
 _FILE, _CHECKS_FILE = "atlas.jsonl", "atlas-checks.jsonl"
 _VERDICTS: Final[Mapping[str, FitVerdict]] = {"y": FitVerdict.FITS, "b": FitVerdict.BARELY, "n": FitVerdict.NO}
 LEVELS: Final[Mapping[str, Method]] = {level.name: method for method in METHODS for level in levels_of(method)}
@@ -112,6 +113,8 @@ class Columns:
     """CUDA context included; where it does not fit what the smallest option needs, by arithmetic."""
     host_mib: tuple[int, ...]
     disk_mib: tuple[int, ...]
+    resident_mib: tuple[int, ...]
+    """Of the card, with nothing off it: micro-batches of one sequence, every block recomputed."""
     tokens_per_s: tuple[int, ...]
     """0: it does not fit."""
     offloads: tuple[str, ...]
@@ -139,6 +142,7 @@ class Cell:
     device_mib: int
     host_mib: int
     disk_mib: int
+    resident_mib: int
     tokens_per_s: int
     offload: str
     micro_batch_size: int
@@ -160,7 +164,7 @@ class Cell:
         return command_of(self.model, self.card, self.seq_len, self.level)
 
 
-def command_of(model: str, card: str, seq_len: int, level: str) -> str:
+def command_of(model: str, card: str, seq_len: object, level: str) -> str:
     """Return the command that answers with a cell's figures."""
     return f"hybridtrain fit {model} --card {card} --method {LEVELS[level]} --seq {seq_len} --quick"
 
@@ -198,9 +202,9 @@ class AtlasRecord(Record):
             yield Cell(
                 model=self.model, card=card, seq_len=seq_len, level=level, verdict=_VERDICTS[columns.verdicts[place]],
                 device_mib=columns.device_mib[place], host_mib=columns.host_mib[place],
-                disk_mib=columns.disk_mib[place], tokens_per_s=columns.tokens_per_s[place],
-                offload=columns.offloads[columns.offload[place]], micro_batch_size=columns.micro_batch_size[place],
-                kept_blocks=columns.kept_blocks[place],
+                disk_mib=columns.disk_mib[place], resident_mib=columns.resident_mib[place],
+                tokens_per_s=columns.tokens_per_s[place], offload=columns.offloads[columns.offload[place]],
+                micro_batch_size=columns.micro_batch_size[place], kept_blocks=columns.kept_blocks[place],
             )  # fmt: skip
 
 
@@ -263,20 +267,43 @@ class AtlasCheck(Record):
         return self.figures.estimated_tokens_per_s / self.figures.planned_tokens_per_s - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Atlas:
+    """What was asked, and what there are records of."""
+
+    file: AtlasFile
+    records: Mapping[str, AtlasRecord]
+    """By model, in the order of the file."""
+    checks: Sequence[AtlasCheck]
+    """Full dry runs of cells."""
+
+    @property
+    def num_cells(self) -> int:
+        """Cells with a record."""
+        return sum(len(record.columns.verdicts) for record in self.records.values())
+
+
+def read_atlas(folder: Path, records: Path) -> Atlas | None:
+    """Read an atlas from a folder of scenarios and one of records; None without either's file.
+
+    Raises:
+        ConfigError, RecordError: A file is damaged.
+    """
+    if not (folder / _QUESTIONS).exists() or not (newest := _newest(records)):
+        return None
+    file = read_atlas_file(folder)
+    found = {model.name: newest[model.name] for model in file.models if model.name in newest}
+    checks = {(check.model, check.card, check.seq_len, check.level): check for check in _checks(records)}
+    return Atlas(file=file, records=found, checks=[check for check in checks.values() if check.model in found])
+
+
 def read_atlas_file(folder: Path) -> AtlasFile:
     """Read what the atlas holds from a folder of scenarios; raises ``ConfigError``."""
-    return load_toml(AtlasFile, folder / "atlas" / "atlas.toml")
+    return load_toml(AtlasFile, folder / _QUESTIONS)
 
 
-def read_atlas(records: Path) -> dict[str, AtlasRecord]:
-    """Return the newest record of each model; raises ``RecordError`` for a line that is none."""
+def _newest(records: Path) -> dict[str, AtlasRecord]:
     return {record.model: record for record in read_lines(records / _FILE, AtlasRecord)}
-
-
-def read_checks(records: Path, atlas: Mapping[str, AtlasRecord]) -> list[AtlasCheck]:
-    """Return the newest check of each cell of an atlas."""
-    newest = {(check.model, check.card, check.seq_len, check.level): check for check in _checks(records)}
-    return [check for check in newest.values() if check.model in atlas]
 
 
 def _checks(records: Path) -> list[AtlasCheck]:
@@ -299,34 +326,55 @@ def jobs_of(file: AtlasFile, names: Sequence[str] = ()) -> dict[str, AtlasJob]:
 # ---- the cells of a model
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What fit answers of a cell, and the bytes of the card with nothing off it."""
+
+    request: FitRequest
+    option: TrainingOption
+    resident_bytes: float
+
+
 def make_columns(job: AtlasJob) -> Columns:
     """Fit a model on all cards at all lengths."""
-    found = {}
+    found = dict[tuple[str, int, str], Answer]()
     for seq_len in job.lengths:
         runs = ShortRuns()  # of one length: another shares none
         for card in job.card_names:
-            found[card, seq_len] = options_of(job, card, seq_len, runs)
-    return _columns([
-        (job.request(card, seq_len), found[card, seq_len][level])
-        for card, seq_len, level in product(job.card_names, job.lengths, job.levels)
-    ])  # fmt: skip
+            found |= {(card, seq_len, level): answer for level, answer in answers(job, card, seq_len, runs).items()}
+    return columns_of([found[place] for place in product(job.card_names, job.lengths, job.levels)])
 
 
-def options_of(job: AtlasJob, card: str, seq_len: int, runs: ShortRuns) -> dict[str, TrainingOption]:
-    """Return what fit answers of one card and length, by precision."""
-    return {option.name: option for option in fit(job.request(card, seq_len), methods=job.methods, runs=runs)}
+def answers(job: AtlasJob, card: str, seq_len: int, runs: ShortRuns) -> dict[str, Answer]:
+    """Return the answers of one card and length, by precision."""
+    request = job.request(card, seq_len)
+    options = fit(request, methods=job.methods, runs=runs)
+    return {
+        option.name: Answer(request, option, _resident_bytes(request, option, runs))
+        for option in options if option.name in job.levels
+    }  # fmt: skip
 
 
-def _columns(answers: Sequence[tuple[FitRequest, TrainingOption]]) -> Columns:
-    options = [option for _, option in answers]
+def _resident_bytes(request: FitRequest, option: TrainingOption, runs: ShortRuns) -> float:
+    candidate = Candidate(
+        level=option.candidate.level, arrangement=ARRANGEMENTS[0], micro_batch_size=1,
+        num_micro_batches=request.num_sequences, keep_last=0,
+    )  # fmt: skip
+    return runs.of(request, candidate).device_bytes(0)
+
+
+def columns_of(found: Sequence[Answer]) -> Columns:
+    """Return answers as columns."""
+    options = [answer.option for answer in found]
     letters = {verdict: letter for letter, verdict in _VERDICTS.items()}
     told = [option.candidate.arrangement.offload for option in options]
     offloads = sorted(set(told))
     return Columns(
-        verdicts="".join(letters[_verdict(request, option)] for request, option in answers),
+        verdicts="".join(letters[_verdict(answer.request, answer.option)] for answer in found),
         device_mib=tuple(round(option.device_bytes / MIB) for option in options),
         host_mib=tuple(round(option.host_bytes / MIB) for option in options),
         disk_mib=tuple(round(option.disk_bytes / MIB) for option in options),
+        resident_mib=tuple(round(answer.resident_bytes / MIB) for answer in found),
         tokens_per_s=tuple(round(option.tokens_per_s or 0) for option in options),
         offloads=tuple(offloads), offload=tuple(map(offloads.index, told)),
         micro_batch_size=tuple(option.candidate.micro_batch_size for option in options),
@@ -360,7 +408,7 @@ def run_atlas(
         name="atlas", key=lambda job: job.key, run=in_children(_start, _record, width), file=lambda _: _FILE,
         line=lambda job, record: f"{job.model}: {_told(record)}, {format_seconds(record.duration_s)}",
     )  # fmt: skip
-    return experiment.run_missing(list(jobs), read_atlas(records).values(), records=to, say=say, max_runs=max_runs)
+    return experiment.run_missing(list(jobs), _newest(records).values(), records=to, say=say, max_runs=max_runs)
 
 
 def _told(record: AtlasRecord) -> str:
@@ -391,20 +439,20 @@ def chosen_cells(cells: Iterable[Cell], count: int, salt: str = "") -> list[Cell
     return chosen
 
 
-def check_jobs(file: AtlasFile, atlas: Mapping[str, AtlasRecord]) -> list[CheckJob]:
+def check_jobs(atlas: Atlas) -> list[CheckJob]:
     """Return the cells to run with every block: of those that fit, as many as the file says."""
-    jobs = jobs_of(file)
-    fitting = [cell for record in atlas.values() if record.model in jobs for cell in record.cells() if cell.fits]
+    jobs = jobs_of(atlas.file)
+    fitting = [cell for record in atlas.records.values() for cell in record.cells() if cell.fits]
     return [
         CheckJob(atlas=jobs[cell.model], card=cell.card, seq_len=cell.seq_len, level=cell.level)
-        for cell in chosen_cells(fitting, file.checks)
+        for cell in chosen_cells(fitting, atlas.file.checks)
     ]
 
 
 def check(job: CheckJob) -> CheckFigures:
     """Estimate one cell, and run the same option with every block."""
     request = job.atlas.request(job.card, job.seq_len)
-    option = options_of(job.atlas, job.card, job.seq_len, ShortRuns())[job.level]
+    option = answers(job.atlas, job.card, job.seq_len, ShortRuns())[job.level].option
     whole = whole_run(request, option)
     return CheckFigures(
         estimated_device_bytes=round(option.device_bytes), planned_device_bytes=round(whole.device_bytes),
