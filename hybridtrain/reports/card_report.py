@@ -24,7 +24,7 @@ def card_mapping(run: CardRun, phase_of: Callable[[int], str] = lambda _step: "f
         "device_used_bytes": run.device_used_bytes,
         "verdict": run.verdict.value,
         "margin_bytes": run.card.margin_bytes,
-        "card_note": run.card.source_note,
+        "card_note": run.card.note,
         "fits_card": run.fits_card,
         "by_class": {name.value: size for name, size in run.by_class().items()},
         "steps": [

@@ -107,7 +107,7 @@ class DryRunReport:
                 title,
                 class_table(run),
                 f"\n{memory_line(run)}",
-                *filter(None, [run.card.source_note]),
+                *filter(None, [run.card.note]),
                 self.reserved.as_text(),
                 self._host_line(),
                 steps,

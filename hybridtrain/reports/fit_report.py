@@ -176,7 +176,7 @@ class FitReport:
             "seq_len": request.seq_len,
             "tokens_per_step": request.tokens_per_step,
             "free_percent": self.free_percent,
-            "card_note": request.card.source_note,
+            "card_note": request.card.note,
             "tokens": self.tokens,
             "ways": [self._row_mapping(option) for option in self.options],
             "recommended": None if (best := best_option(self.options)) is None else best.name,
@@ -219,7 +219,7 @@ class FitReport:
                 f"{to_gib(request.card.memory_bytes):.2f} GiB of which {self.free_percent:g} % stay free, "
                 f"{host} of host memory for tensors; {request.num_sequences} x {request.seq_len} tokens a step"
             ),
-            f"{note}\n" if (note := request.card.source_note) else "",
+            f"{note}\n" if (note := request.card.note) else "",
             tabulate(list(map(self._row, self.options)), headers=headers, tablefmt="simple", disable_numparse=True),
             "\nprecision, and what it costs in quality:",
             *(
@@ -409,7 +409,7 @@ class RecommendReport:
             "device_used_bytes": round(option.device_bytes),
             "margin_bytes": option.margin_bytes,
             "free_percent": 100 * self.answer.free_share,
-            "card_note": self.answer.request.card.source_note,
+            "card_note": self.answer.request.card.note,
             "host_peak_bytes": round(option.host_bytes),
             "disk_peak_bytes": round(option.disk_bytes),
             "candidates": [
@@ -470,7 +470,7 @@ class RecommendReport:
                     "an evaluation or the driver add to reserved bytes"
                     f"{margin}"
                 ),
-                *filter(None, [request.card.source_note]),
+                *filter(None, [request.card.note]),
                 (
                     f"{format_seconds(self._step_seconds)} a step, {option.tokens_per_s:,.0f} tokens/s (estimated): "
                     f"{shares}{of}"

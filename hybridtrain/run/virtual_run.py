@@ -102,7 +102,7 @@ class VirtualRun:
             class_table(run),
             f"\n{bytes_table('by module', modules)}",
             f"\n{memory_line(run)}",
-            *filter(None, [run.card.source_note, "" if self.reserved is None else self.reserved.as_text()]),
+            *filter(None, [run.card.note, "" if self.reserved is None else self.reserved.as_text()]),
             f"{format_bytes(self.gpu.host_peak_bytes)} of tensors on the host (planned)",
             "; ".join(peaks),
             f"{format_seconds(run.time.seconds)} a step, {run.time.bound}-bound (estimated)"

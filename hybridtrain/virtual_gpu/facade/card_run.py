@@ -84,7 +84,7 @@ class CardRun:
     def summary(self) -> str:
         """Return peak, holders and time in four lines; a fifth lists the card's figures without a source."""
         peak, used = self.peak, self.device_used_bytes
-        outcome, note = self.card.told(self.verdict), self.card.source_note
+        outcome, note = self.card.told(self.verdict), self.card.note
         held = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.by_class.items() if size)
         lines = (
             f"{self.card.name}: {outcome}, {format_bytes(used)} of {format_bytes(self.card.memory_bytes)} used",

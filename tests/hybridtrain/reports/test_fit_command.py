@@ -108,7 +108,7 @@ def test_the_answer_names_the_margin_and_what_of_the_card_has_no_source(
     assert main(of_one_without) == 0
     told = capsys.readouterr().out
     assert "15.57 GiB of which 5 % stay free" in told
-    assert find_card("rtx-4080").source_note in told.splitlines()
+    assert find_card("rtx-4080").note in told.splitlines()
 
 
 @pytest.mark.parametrize("name", ["./nofolder", "some/where/else", "a--b/c"])
