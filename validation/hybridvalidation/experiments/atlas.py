@@ -5,7 +5,7 @@ are run again with every block; the largest difference says how far off the othe
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -53,7 +53,7 @@ class AtlasFile:
 
     host_memory: str
     lengths: tuple[int, ...]
-    """Tokens of a sequence; a model has those that it has positions for."""
+    """Tokens of a sequence, or all positions of a model that has fewer."""
     levels: tuple[str, ...]
     """Precisions, by their names in ``fit``."""
     checks: int
@@ -103,6 +103,9 @@ class AtlasJob:
         return replace(arguments.resolve(), card=self.cards[card])
 
 
+_PER_CELL = ("verdicts", "device_mib", "host_mib", "disk_mib", "tokens_per_s", "offload", "micro_batch_size")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """Figures of one model, a value per cell: cards, then lengths, then levels, which change fastest."""
@@ -113,8 +116,6 @@ class Columns:
     """CUDA context included; where it does not fit what the smallest option needs, by arithmetic."""
     host_mib: tuple[int, ...]
     disk_mib: tuple[int, ...]
-    resident_mib: tuple[int, ...]
-    """Of the card, with nothing off it: micro-batches of one sequence, every block recomputed."""
     tokens_per_s: tuple[int, ...]
     """0: it does not fit."""
     offloads: tuple[str, ...]
@@ -122,12 +123,15 @@ class Columns:
     offload: tuple[int, ...]
     """Place in ``offloads``."""
     micro_batch_size: tuple[int, ...]
-    kept_blocks: tuple[int, ...]
-    """Blocks that keep their activations."""
+    kind: tuple[int, ...]
+    """A number per card: cards of one kind have as large a CUDA context and workspaces."""
+    resident_mib: tuple[int, ...]
+    """Bytes with nothing off the card, micro-batches of one sequence and every block recomputed: a value per kind,
+    length and level."""
 
     def per_cell(self) -> Mapping[str, Sequence[object]]:
         """Return the columns with a value per cell, by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offloads"}
+        return {name: getattr(self, name) for name in _PER_CELL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +150,6 @@ class Cell:
     tokens_per_s: int
     offload: str
     micro_batch_size: int
-    kept_blocks: int
 
     @property
     def name(self) -> str:
@@ -187,7 +190,12 @@ class AtlasRecord(Record):
     def faults(self) -> list[str]:
         """Return inconsistencies of the content."""
         count = len(self.cards) * len(self.lengths) * len(self.levels)
-        faults = [] if len(self.card_mib) == len(self.cards) else ["card_mib: must have a value per card"]
+        per_card = {"card_mib": self.card_mib, "columns.kind": self.columns.kind}
+        faults = [
+            f"{name}: {len(column)} values must be {len(self.cards)}, one per card"
+            for name, column in per_card.items()
+            if len(column) != len(self.cards)
+        ]
         return faults + [
             f"columns.{name}: {len(column)} values must be {count}, one per card, length and level"
             for name, column in self.columns.per_cell().items()
@@ -197,14 +205,15 @@ class AtlasRecord(Record):
     def cells(self) -> Iterator[Cell]:
         """Yield all cells."""
         columns = self.columns
-        places = product(self.cards, self.lengths, self.levels)
-        for place, (card, seq_len, level) in enumerate(places):
+        places = product(enumerate(self.cards), enumerate(self.lengths), enumerate(self.levels))
+        for place, ((card_place, card), (length_place, seq_len), (level_place, level)) in enumerate(places):
+            of_kind = (columns.kind[card_place] * len(self.lengths) + length_place) * len(self.levels) + level_place
             yield Cell(
                 model=self.model, card=card, seq_len=seq_len, level=level, verdict=_VERDICTS[columns.verdicts[place]],
                 device_mib=columns.device_mib[place], host_mib=columns.host_mib[place],
-                disk_mib=columns.disk_mib[place], resident_mib=columns.resident_mib[place],
+                disk_mib=columns.disk_mib[place], resident_mib=columns.resident_mib[of_kind],
                 tokens_per_s=columns.tokens_per_s[place], offload=columns.offloads[columns.offload[place]],
-                micro_batch_size=columns.micro_batch_size[place], kept_blocks=columns.kept_blocks[place],
+                micro_batch_size=columns.micro_batch_size[place],
             )  # fmt: skip
 
 
@@ -316,7 +325,7 @@ def jobs_of(file: AtlasFile, names: Sequence[str] = ()) -> dict[str, AtlasJob]:
     return {
         name: AtlasJob(
             model=name, shape=PRESETS[name], cards=card_catalogue(),
-            lengths=tuple(length for length in file.lengths if length <= PRESETS[name].max_seq_len),
+            lengths=tuple(dict.fromkeys(min(length, PRESETS[name].max_seq_len) for length in file.lengths)),
             levels=file.levels, host_memory=file.host_memory,
         )
         for name in chosen
@@ -326,33 +335,45 @@ def jobs_of(file: AtlasFile, names: Sequence[str] = ()) -> dict[str, AtlasJob]:
 # ---- the cells of a model
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What fit answers of a cell, and the bytes of the card with nothing off it."""
-
-    request: FitRequest
-    option: TrainingOption
-    resident_bytes: float
-
-
 def make_columns(job: AtlasJob) -> Columns:
     """Fit a model on all cards at all lengths."""
-    found = dict[tuple[str, int, str], Answer]()
+    kinds = list(dict.fromkeys(map(_kind, job.cards.values())))
+    found, resident = dict[tuple[str, int, str], TrainingOption](), dict[tuple[object, int, str], float]()
     for seq_len in job.lengths:
         runs = ShortRuns()  # of one length: another shares none
         for card in job.card_names:
-            found |= {(card, seq_len, level): answer for level, answer in answers(job, card, seq_len, runs).items()}
-    return columns_of([found[place] for place in product(job.card_names, job.lengths, job.levels)])
+            for level, option in answers(job, card, seq_len, runs).items():
+                found[card, seq_len, level] = option
+                kind = (_kind(job.cards[card]), seq_len, level)
+                if kind not in resident:
+                    resident[kind] = _resident_bytes(job.request(card, seq_len), option, runs)
+    places = list(product(job.card_names, job.lengths, job.levels))
+    options = [found[place] for place in places]
+    letters = {verdict: letter for letter, verdict in _VERDICTS.items()}
+    told = [option.candidate.arrangement.offload for option in options]
+    offloads = sorted(set(told))
+    return Columns(
+        verdicts="".join(letters[_verdict(job.request(*place[:2]), found[place])] for place in places),
+        device_mib=tuple(round(option.device_bytes / MIB) for option in options),
+        host_mib=tuple(round(option.host_bytes / MIB) for option in options),
+        disk_mib=tuple(round(option.disk_bytes / MIB) for option in options),
+        tokens_per_s=tuple(round(option.tokens_per_s or 0) for option in options),
+        offloads=tuple(offloads), offload=tuple(map(offloads.index, told)),
+        micro_batch_size=tuple(option.candidate.micro_batch_size for option in options),
+        kind=tuple(kinds.index(_kind(job.cards[card])) for card in job.card_names),
+        resident_mib=tuple(round(resident[place] / MIB) for place in product(kinds, job.lengths, job.levels)),
+    )  # fmt: skip
 
 
-def answers(job: AtlasJob, card: str, seq_len: int, runs: ShortRuns) -> dict[str, Answer]:
-    """Return the answers of one card and length, by precision."""
-    request = job.request(card, seq_len)
-    options = fit(request, methods=job.methods, runs=runs)
-    return {
-        option.name: Answer(request, option, _resident_bytes(request, option, runs))
-        for option in options if option.name in job.levels
-    }  # fmt: skip
+def answers(job: AtlasJob, card: str, seq_len: int, runs: ShortRuns) -> dict[str, TrainingOption]:
+    """Return what fit answers of one card and length, by precision."""
+    options = fit(job.request(card, seq_len), methods=job.methods, runs=runs)
+    return {option.name: option for option in options if option.name in job.levels}
+
+
+def _kind(card: Card) -> tuple[int, int]:
+    """Return what of a card decides how many bytes a plan takes of it."""
+    return card.context_bytes, card.cublas_workspace_bytes
 
 
 def _resident_bytes(request: FitRequest, option: TrainingOption, runs: ShortRuns) -> float:
@@ -361,25 +382,6 @@ def _resident_bytes(request: FitRequest, option: TrainingOption, runs: ShortRuns
         num_micro_batches=request.num_sequences, keep_last=0,
     )  # fmt: skip
     return runs.of(request, candidate).device_bytes(0)
-
-
-def columns_of(found: Sequence[Answer]) -> Columns:
-    """Return answers as columns."""
-    options = [answer.option for answer in found]
-    letters = {verdict: letter for letter, verdict in _VERDICTS.items()}
-    told = [option.candidate.arrangement.offload for option in options]
-    offloads = sorted(set(told))
-    return Columns(
-        verdicts="".join(letters[_verdict(answer.request, answer.option)] for answer in found),
-        device_mib=tuple(round(option.device_bytes / MIB) for option in options),
-        host_mib=tuple(round(option.host_bytes / MIB) for option in options),
-        disk_mib=tuple(round(option.disk_bytes / MIB) for option in options),
-        resident_mib=tuple(round(answer.resident_bytes / MIB) for answer in found),
-        tokens_per_s=tuple(round(option.tokens_per_s or 0) for option in options),
-        offloads=tuple(offloads), offload=tuple(map(offloads.index, told)),
-        micro_batch_size=tuple(option.candidate.micro_batch_size for option in options),
-        kept_blocks=tuple(option.candidate.keep_last for option in options),
-    )  # fmt: skip
 
 
 def _verdict(request: FitRequest, option: TrainingOption) -> FitVerdict:
@@ -452,7 +454,7 @@ def check_jobs(atlas: Atlas) -> list[CheckJob]:
 def check(job: CheckJob) -> CheckFigures:
     """Estimate one cell, and run the same option with every block."""
     request = job.atlas.request(job.card, job.seq_len)
-    option = answers(job.atlas, job.card, job.seq_len, ShortRuns())[job.level].option
+    option = answers(job.atlas, job.card, job.seq_len, ShortRuns())[job.level]
     whole = whole_run(request, option)
     return CheckFigures(
         estimated_device_bytes=round(option.device_bytes), planned_device_bytes=round(whole.device_bytes),

@@ -1,16 +1,20 @@
 """The atlas: the smallest card for each model and method. The page for a browser has every cell."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from hybridtrain.planning.fitting import METHODS, levels_of
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.tables import MARKDOWN, table
+from hybridtrain.units import MIB, to_gib
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, card_catalogue
 from hybridvalidation.experiments.atlas import Atlas, AtlasCheck, AtlasRecord, Cell
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.page import Page, Source
 from hybridvalidation.show.results import Results
 
+_SOLD_GB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 94, 96, 141, 180, 288)
+"""Memory on the box; error correction takes some of it."""
 _SEQ_LEN = 2048
 """Of the tables: the default of fit, or the model's longest below it."""
 
@@ -26,8 +30,15 @@ def card_title(name: str) -> str:
     card = card_catalogue().get(name)
     if card is None:
         return name
-    short = card.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
-    return short if "GB" in short else f"{short} {round((card.nvidia_smi_mib or card.memory_mib) / 1024)} GB"
+    short = re.sub(r"[ -]\d+GB.*| Generation| Edition| GPU|NVIDIA |GeForce |Tesla ", "", card.name)
+    size = to_gib(card.nvidia_smi_mib * MIB)
+    return f"{short} {next((sold for sold in _SOLD_GB if size < 1.01 * sold), round(size))} GB"
+
+
+def card_note(name: str) -> str:
+    """Return what an answer about a card must say; empty: nothing."""
+    card = card_catalogue().get(name)
+    return "" if card is None else card.note
 
 
 def checks_sentence(checks: Sequence[AtlasCheck]) -> str:
@@ -51,7 +62,7 @@ def smallest_table(atlas: Atlas, fits: Callable[[Cell, int], bool]) -> str:
 
 
 def _smallest(record: AtlasRecord, level: str, fits: Callable[[Cell, int], bool]) -> str:
-    seq_len = max(length for length in record.lengths if length <= _SEQ_LEN)
+    seq_len = min(_SEQ_LEN, max(record.lengths))
     sizes = dict(zip(record.cards, record.card_mib, strict=True))
     found = [
         cell for cell in record.cells()
@@ -68,7 +79,7 @@ def _checks_table(checks: Sequence[AtlasCheck]) -> str:
     rows = [
         [
             check.model, check.card, f"{check.seq_len:,}", check.level,
-            f"{check.figures.planned_device_bytes / 2**30:.2f}", f"{check.memory_error:+.2%}",
+            f"{to_gib(check.figures.planned_device_bytes):.2f}", f"{check.memory_error:+.2%}",
             f"{check.speed_error:+.2%}",
         ]
         for check in checks

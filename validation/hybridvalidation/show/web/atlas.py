@@ -10,7 +10,7 @@ from hybridtrain.reports.fit_report import parse_host
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
 from hybridvalidation.experiments.atlas import Atlas, AtlasRecord, command_of
-from hybridvalidation.show.pages.atlas import card_title, checks_sentence, labels
+from hybridvalidation.show.pages.atlas import card_note, card_title, checks_sentence, labels
 
 DATA_FILE = "atlas-data.js"
 _TOKENS = 100_000_000
@@ -50,7 +50,7 @@ def atlas_view(atlas: Atlas) -> AtlasView:
     host = parse_host(atlas.file.host_memory)
     data = {
         "cards": [
-            {"name": name, "title": title, "mib": sizes[name], "room": int((1 - MARGIN_SHARE) * sizes[name])}
+            {"name": name, "title": title, "note": card_note(name), "room": int((1 - MARGIN_SHARE) * sizes[name])}
             for name, title in cards.items()
         ],
         "levels": [
@@ -77,5 +77,5 @@ def _cells(record: AtlasRecord, cards: Sequence[str], levels: Sequence[str]) -> 
     return {
         "params": record.num_params, "cards": [cards.index(name) for name in record.cards],
         "lengths": record.lengths, "levels": [levels.index(name) for name in record.levels],
-        "offloads": columns.offloads, **columns.per_cell(),
+        "offloads": columns.offloads, "kind": columns.kind, "resident_mib": columns.resident_mib, **columns.per_cell(),
     }  # fmt: skip

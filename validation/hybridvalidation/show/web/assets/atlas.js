@@ -17,14 +17,17 @@
     return element;
   }
 
-  function cellOf(model, card, level, seq) {
+  function cellOf(model, card, level, asked) {
+    const seq = Math.min(asked, Math.max(...model.lengths));
     const places = [model.cards.indexOf(card), model.lengths.indexOf(seq), model.levels.indexOf(level)];
     if (places.includes(-1)) return null;
-    const at = (places[0] * model.lengths.length + places[1]) * model.levels.length + places[2];
+    const place = (first) => (first * model.lengths.length + places[1]) * model.levels.length + places[2];
+    const at = place(places[0]);
     const found = {
       model, card: atlas.cards[card], level: atlas.levels[level], seq, kind: KINDS[model.verdicts[at]],
       device: model.device_mib[at], host: model.host_mib[at], disk: model.disk_mib[at], speed: model.tokens_per_s[at],
-      offload: model.offloads[model.offload[at]], size: model.micro_batch_size[at], kept: model.kept_blocks[at],
+      offload: model.offloads[model.offload[at]], size: model.micro_batch_size[at],
+      resident: model.resident_mib[place(model.kind[places[0]])],
     };
     found.hours = found.speed ? atlas.tokens / found.speed / SECONDS : null;
     found.lacks = [[found.device - found.card.room, "card"], [found.host - atlas.hostRoom, "host"]].filter(([size]) => size > 0);
@@ -76,16 +79,15 @@
     const found = all.filter((row) => row.cell && wanted(row.words) && (!fields.fitting.checked || row.cell.kind === "fits"));
     const column = COLUMNS.find((each) => each.name === order.column);
     if (column) found.sort((one, other) => (order.down ? -1 : 1) * (column.value(one.cell) - column.value(other.cell)));
-    return { found, count: all.filter((row) => row.cell).length };
+    return found;
   }
 
   function showRows(ask) {
-    const { found, count } = rowsOf(ask);
+    const found = rowsOf(ask);
     const subject = ask.view === "model" ? ask.model.title : atlas.cards[ask.card].title;
     const fitting = found.filter((row) => row.cell.kind === "fits").length;
-    told.textContent = count
-      ? `${subject}, ${atlas.levels[ask.level].title}, ${figure(ask.seq)} tokens: fits on ${fitting} of ${found.length} shown.`
-      : `${subject} has no positions for ${figure(ask.seq)} tokens.`;
+    const seq = ask.view === "model" ? Math.min(ask.seq, Math.max(...ask.model.lengths)) : ask.seq;
+    told.textContent = `${subject}, ${atlas.levels[ask.level].title}, ${figure(seq)} tokens: ${fitting} of ${found.length} fit.`;
     const first = ask.view === "model" ? "card" : "model";
     const head = make("tr", {}, ...[first, ...COLUMNS.map((column) => column.name), "command"].map(headOf));
     const body = make("tbody", {}, ...found.flatMap((row) => rowFor(row)));
@@ -141,8 +143,9 @@
       }
     });
     const parts = [
-      `Off the card: ${cell.offload}`, `micro-batch: ${cell.size} of ${figure(cell.seq)} tokens`,
-      cell.kind === "fits" ? `blocks that keep their activations: ${cell.kept}` : "the smallest option, by arithmetic",
+      `off the card: ${cell.offload}`, `micro-batch: ${cell.size} of ${figure(cell.seq)} tokens`,
+      cell.kind === "fits" ? "the fastest option found" : "the smallest option found",
+      `with nothing off the card: from ${gib(cell.resident)} GiB`, ...(cell.card.note ? [cell.card.note] : []),
     ];
     return make("td", { colSpan: COLUMNS.length + 2 }, make("p", {}, code, " ", copy), make("p", {}, make("small", {}, parts.join("; "))));
   }
