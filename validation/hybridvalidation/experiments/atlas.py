@@ -23,14 +23,17 @@ from hybridtrain.reports.fit_report import FitArguments
 from hybridtrain.units import MIB, format_seconds
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, card_catalogue
 from hybridvalidation.child import Child, Ended
-from hybridvalidation.experiment import Experiment, Results, answer_of, child_header, in_children
+from hybridvalidation.experiment import Experiment, answer_of, child_header, in_children
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
-from hybridvalidation.records.store import read_lines
+from hybridvalidation.records.store import keep_lines, read_lines
 
 _QUESTIONS = Path("atlas", "atlas.toml")
 _FILE, _CHECKS_FILE = "atlas.jsonl", "atlas-checks.jsonl"
 _VERDICTS: Final[Mapping[str, FitVerdict]] = {"y": FitVerdict.FITS, "b": FitVerdict.BARELY, "n": FitVerdict.NO}
+_LETTERS: Final[Mapping[FitVerdict, str]] = {verdict: letter for letter, verdict in _VERDICTS.items()}
+_FIGURES = ("device_mib", "host_mib", "disk_mib", "tokens_per_s", "micro_batch_size")
+"""Columns with a number per cell."""
 LEVELS: Final[Mapping[str, Method]] = {level.name: method for method in METHODS for level in levels_of(method)}
 """Method of each precision."""
 
@@ -103,9 +106,6 @@ class AtlasJob:
         return replace(arguments.resolve(), card=self.cards[card])
 
 
-_PER_CELL = ("verdicts", "device_mib", "host_mib", "disk_mib", "tokens_per_s", "offload", "micro_batch_size")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """Figures of one model, a value per cell: cards, then lengths, then levels, which change fastest."""
@@ -131,7 +131,7 @@ class Columns:
 
     def per_cell(self) -> Mapping[str, Sequence[object]]:
         """Return the columns with a value per cell, by name."""
-        return {name: getattr(self, name) for name in _PER_CELL}
+        return {name: getattr(self, name) for name in ("verdicts", "offload", *_FIGURES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,10 +210,8 @@ class AtlasRecord(Record):
             of_kind = (columns.kind[card_place] * len(self.lengths) + length_place) * len(self.levels) + level_place
             yield Cell(
                 model=self.model, card=card, seq_len=seq_len, level=level, verdict=_VERDICTS[columns.verdicts[place]],
-                device_mib=columns.device_mib[place], host_mib=columns.host_mib[place],
-                disk_mib=columns.disk_mib[place], resident_mib=columns.resident_mib[of_kind],
-                tokens_per_s=columns.tokens_per_s[place], offload=columns.offloads[columns.offload[place]],
-                micro_batch_size=columns.micro_batch_size[place],
+                resident_mib=columns.resident_mib[of_kind], offload=columns.offloads[columns.offload[place]],
+                **{name: getattr(columns, name)[place] for name in _FIGURES},
             )  # fmt: skip
 
 
@@ -260,6 +258,11 @@ class AtlasCheck(Record):
     evidence: Evidence = Evidence.PLANNED
 
     @property
+    def cell(self) -> tuple[str, str, int, str]:
+        """What was run."""
+        return self.model, self.card, self.seq_len, self.level
+
+    @property
     def memory_error(self) -> float:
         """Estimated over planned bytes of the card, less 1."""
         return self.figures.estimated_device_bytes / self.figures.planned_device_bytes - 1
@@ -286,6 +289,11 @@ class Atlas:
     checks: Sequence[AtlasCheck]
     """Full dry runs of cells."""
 
+    def of(self, models: Sequence[str]) -> "Atlas":
+        """Return the part of some models."""
+        records = {name: record for name, record in self.records.items() if name in models}
+        return replace(self, records=records, checks=[check for check in self.checks if check.model in records])
+
     @property
     def num_cells(self) -> int:
         """Cells with a record."""
@@ -302,7 +310,7 @@ def read_atlas(folder: Path, records: Path) -> Atlas | None:
         return None
     file = read_atlas_file(folder)
     found = {model.name: newest[model.name] for model in file.models if model.name in newest}
-    checks = {(check.model, check.card, check.seq_len, check.level): check for check in _checks(records)}
+    checks = {check.cell: check for check in _checks(records)}
     return Atlas(file=file, records=found, checks=[check for check in checks.values() if check.model in found])
 
 
@@ -337,38 +345,46 @@ def jobs_of(file: AtlasFile, names: Sequence[str] = ()) -> dict[str, AtlasJob]:
 
 def make_columns(job: AtlasJob) -> Columns:
     """Fit a model on all cards at all lengths."""
-    kinds = list(dict.fromkeys(map(_kind, job.cards.values())))
-    found, resident = dict[tuple[str, int, str], TrainingOption](), dict[tuple[object, int, str], float]()
+    found = dict[tuple[str, int, str], Cell]()
     for seq_len in job.lengths:
         runs = ShortRuns()  # of one length: another shares none
         for card in job.card_names:
-            for level, option in answers(job, card, seq_len, runs).items():
-                found[card, seq_len, level] = option
-                kind = (_kind(job.cards[card]), seq_len, level)
-                if kind not in resident:
-                    resident[kind] = _resident_bytes(job.request(card, seq_len), option, runs)
-    places = list(product(job.card_names, job.lengths, job.levels))
-    options = [found[place] for place in places]
-    letters = {verdict: letter for letter, verdict in _VERDICTS.items()}
-    told = [option.candidate.arrangement.offload for option in options]
-    offloads = sorted(set(told))
+            found |= {(cell.card, cell.seq_len, cell.level): cell for cell in make_cells(job, card, seq_len, runs)}
+    cells = [found[place] for place in product(job.card_names, job.lengths, job.levels)]
+    offloads = sorted({cell.offload for cell in cells})
+    kinds = {_kind(job.cards[card]): card for card in job.card_names}
     return Columns(
-        verdicts="".join(letters[_verdict(job.request(*place[:2]), found[place])] for place in places),
-        device_mib=tuple(round(option.device_bytes / MIB) for option in options),
-        host_mib=tuple(round(option.host_bytes / MIB) for option in options),
-        disk_mib=tuple(round(option.disk_bytes / MIB) for option in options),
-        tokens_per_s=tuple(round(option.tokens_per_s or 0) for option in options),
-        offloads=tuple(offloads), offload=tuple(map(offloads.index, told)),
-        micro_batch_size=tuple(option.candidate.micro_batch_size for option in options),
-        kind=tuple(kinds.index(_kind(job.cards[card])) for card in job.card_names),
-        resident_mib=tuple(round(resident[place] / MIB) for place in product(kinds, job.lengths, job.levels)),
+        verdicts="".join(_LETTERS[cell.verdict] for cell in cells),
+        offloads=tuple(offloads), offload=tuple(offloads.index(cell.offload) for cell in cells),
+        kind=tuple([*kinds].index(_kind(job.cards[card])) for card in job.card_names),
+        resident_mib=tuple(found[place].resident_mib for place in product(kinds.values(), job.lengths, job.levels)),
+        **{name: tuple(getattr(cell, name) for cell in cells) for name in _FIGURES},
     )  # fmt: skip
+
+
+def make_cells(job: AtlasJob, card: str, seq_len: int, runs: ShortRuns) -> Iterator[Cell]:
+    """Yield the cells of one card and length."""
+    request = job.request(card, seq_len)
+    for level, option in answers(job, card, seq_len, runs).items():
+        yield Cell(
+            model=job.model, card=card, seq_len=seq_len, level=level, verdict=_verdict(request, option),
+            device_mib=round(option.device_bytes / MIB), host_mib=round(option.host_bytes / MIB),
+            disk_mib=round(option.disk_bytes / MIB), tokens_per_s=round(option.tokens_per_s or 0),
+            resident_mib=round(_resident_bytes(request, option, runs) / MIB),
+            offload=option.candidate.arrangement.offload, micro_batch_size=option.candidate.micro_batch_size,
+        )  # fmt: skip
 
 
 def answers(job: AtlasJob, card: str, seq_len: int, runs: ShortRuns) -> dict[str, TrainingOption]:
     """Return what fit answers of one card and length, by precision."""
     options = fit(job.request(card, seq_len), methods=job.methods, runs=runs)
     return {option.name: option for option in options if option.name in job.levels}
+
+
+def make_again(job: AtlasJob, cell: Cell) -> Cell:
+    """Return a cell as the present program fits it."""
+    job = replace(job, levels=(cell.level,))
+    return next(make_cells(job, cell.card, cell.seq_len, ShortRuns()))
 
 
 def _kind(card: Card) -> tuple[int, int]:
@@ -401,16 +417,35 @@ def _record(job: AtlasJob, ended: Ended[Columns]) -> AtlasRecord:
     )  # fmt: skip
 
 
-def run_atlas(
-    jobs: Iterable[AtlasJob], records: Path, *, width: int, max_runs: int | None, say: Callable[[str], None],
-    to: Path | None,
-) -> Results[AtlasJob, AtlasRecord]:  # fmt: skip
-    """Fit the models that have no record yet, and append theirs to the folder ``to``; None: keep none."""
-    experiment = Experiment[AtlasJob, AtlasRecord](
+def make_atlas(
+    folder: Path, records: Path, *, models: Sequence[str], width: int, max_runs: int | None,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Fit the models that have no record yet; then, where none was named, run some cells with every block.
+
+    Args:
+        folder: Of scenarios.
+        records: Where new records are appended.
+        models: Names of some; none: all.
+        width: Processes at a time.
+        max_runs: Stop after so many.
+        say: Takes a line about each.
+    """
+    fits = Experiment[AtlasJob, AtlasRecord](
         name="atlas", key=lambda job: job.key, run=in_children(_start, _record, width), file=lambda _: _FILE,
         line=lambda job, record: f"{job.model}: {_told(record)}, {format_seconds(record.duration_s)}",
     )  # fmt: skip
-    return experiment.run_missing(list(jobs), _newest(records).values(), records=to, say=say, max_runs=max_runs)
+    jobs = list(jobs_of(read_atlas_file(folder), models).values())
+    made = fits.run_missing(jobs, _newest(records).values(), records=records, say=say, max_runs=max_runs)
+    atlas = read_atlas(folder, records)
+    if models or atlas is None or made.not_run:
+        return
+    checks = Experiment[CheckJob, AtlasCheck](
+        name="atlas, full dry runs", key=lambda job: job.key, run=in_children(_start_check, _check_record, width),
+        file=lambda _: _CHECKS_FILE, line=lambda _, record: _check_line(record),
+    )  # fmt: skip
+    left = None if max_runs is None else max_runs - len(made.new)
+    checks.run_missing(check_jobs(atlas), _checks(records), records=records, say=say, max_runs=left)
 
 
 def _told(record: AtlasRecord) -> str:
@@ -476,16 +511,11 @@ def _check_record(job: CheckJob, ended: Ended[CheckFigures]) -> AtlasCheck:
     )  # fmt: skip
 
 
-def run_checks(
-    jobs: Sequence[CheckJob], records: Path, *, width: int, max_runs: int | None, say: Callable[[str], None],
-    to: Path | None,
-) -> Results[CheckJob, AtlasCheck]:  # fmt: skip
-    """Run the cells with every block that have no record of it, and append theirs to the folder ``to``."""
-    experiment = Experiment[CheckJob, AtlasCheck](
-        name="atlas, full dry runs", key=lambda job: job.key, run=in_children(_start_check, _check_record, width),
-        file=lambda _: _CHECKS_FILE, line=lambda _, record: _check_line(record),
-    )  # fmt: skip
-    return experiment.run_missing(jobs, _checks(records), records=to, say=say, max_runs=max_runs)
+def prune_atlas(records: Path) -> int:
+    """Drop the records of models and checks that newer ones replace; return their number."""
+    checks = {check.cell: check for check in _checks(records)}
+    count = keep_lines(records / _FILE, AtlasRecord, list(_newest(records).values()))
+    return count + keep_lines(records / _CHECKS_FILE, AtlasCheck, list(checks.values()))
 
 
 def _check_line(check: AtlasCheck) -> str:

@@ -45,7 +45,8 @@ class Order:
     """Subjects to compare, and the handling of differences."""
 
     names: tuple[str, ...] = ()
-    """Scenarios, ``recorded``, ``peers``, ``kernels``, a part of these (``recorded/peft``); empty: all scenarios."""
+    """Scenarios, ``recorded``, ``peers``, ``kernels``, a part of these (``recorded/peft``), ``atlas``; empty: all
+    scenarios and the atlas."""
     accept: bool = False
     """Keep today's figures."""
     reason: str = ""

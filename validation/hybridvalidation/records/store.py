@@ -47,12 +47,7 @@ class RecordStore:
 
         The one change to what was written; nobody calls it unasked.
         """
-        records = self.read(scenario)
-        kept = [record for record in records if record in keep]
-        if len(kept) < len(records):
-            with _locked(self._path(scenario)):
-                replace_file(self._path(scenario), "".join(to_json(record) + "\n" for record in kept).encode())
-        return len(records) - len(kept)
+        return keep_lines(self._path(scenario), StackRun, keep)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
@@ -97,6 +92,16 @@ def read_lines(path: Path, cls: type[T]) -> list[T]:
     content = path.read_bytes()
     lines = content[: len(content) - len(_torn(content))].removesuffix(b"\n").split(b"\n")
     return [_decode(path, number, line, cls) for number, line in enumerate(lines, 1)] if lines != [b""] else []
+
+
+def keep_lines(path: Path, cls: type[T], keep: Sequence[T]) -> int:
+    """Drop all other records of a file; return their number."""
+    records = read_lines(path, cls)
+    kept = [record for record in records if record in keep]
+    if len(kept) < len(records):
+        with _locked(path):
+            replace_file(path, "".join(to_json(record) + "\n" for record in kept).encode())
+    return len(records) - len(kept)
 
 
 @contextmanager

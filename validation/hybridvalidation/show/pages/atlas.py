@@ -51,14 +51,19 @@ def checks_sentence(checks: Sequence[AtlasCheck]) -> str:
     return f"{cells} planned in full: largest difference {memory:.1%} of the card's bytes, {speed:.1%} of speed."
 
 
-def smallest_table(atlas: Atlas, fits: Callable[[Cell, int], bool]) -> str:
+def atlas_text(atlas: Atlas, style: str = MARKDOWN) -> str:
+    """Return the page of an atlas, or its tables for a terminal."""
+    return "\n\n".join(_text(atlas, style))
+
+
+def _smallest_table(atlas: Atlas, fits: Callable[[Cell, int], bool], style: str) -> str:
     """Return the smallest card of each model and precision on which a cell fits, by a rule of cell and room in MiB."""
     titles = {model.name: model.title for model in atlas.file.models}
     named = labels(atlas.file.levels)
     rows = [
         [titles[name], *(_smallest(record, level, fits) for level in named)] for name, record in atlas.records.items()
     ]
-    return table(("model", *named.values()), rows, MARKDOWN)
+    return table(("model", *named.values()), rows, style)
 
 
 def _smallest(record: AtlasRecord, level: str, fits: Callable[[Cell, int], bool]) -> str:
@@ -74,7 +79,7 @@ def _smallest(record: AtlasRecord, level: str, fits: Callable[[Cell, int], bool]
     return f"{card_title(cell.card)}, {cell.tokens_per_s:,}/s"
 
 
-def _checks_table(checks: Sequence[AtlasCheck]) -> str:
+def _checks_table(checks: Sequence[AtlasCheck], style: str) -> str:
     headers = ("model", "card", "tokens", "precision", "card GiB", "memory", "speed")
     rows = [
         [
@@ -84,10 +89,10 @@ def _checks_table(checks: Sequence[AtlasCheck]) -> str:
         ]
         for check in checks
     ]  # fmt: skip
-    return table(headers, rows, MARKDOWN)
+    return table(headers, rows, style)
 
 
-def _text(atlas: Atlas) -> Iterator[str]:
+def _text(atlas: Atlas, style: str) -> Iterator[str]:
     file, cards = atlas.file, max((len(record.cards) for record in atlas.records.values()), default=0)
     yield "# The smallest card for each model"
     yield (
@@ -99,9 +104,9 @@ def _text(atlas: Atlas) -> Iterator[str]:
         f"speed in tokens per second. The host has {file.host_memory}; {MARGIN_SHARE:.0%} of each card stay free."
     )
     yield "## Everything on the card"
-    yield smallest_table(atlas, lambda cell, room: cell.resident_mib <= room)
+    yield _smallest_table(atlas, lambda cell, room: cell.resident_mib <= room, style)
     yield "## With the host's memory or disk"
-    yield smallest_table(atlas, lambda cell, _: cell.fits)
+    yield _smallest_table(atlas, lambda cell, _: cell.fits, style)
     yield "## How the figures were got"
     yield (
         "Every cell is the answer of `hybridtrain fit MODEL --card CARD --method METHOD --seq N --quick`. Bytes are "
@@ -112,13 +117,13 @@ def _text(atlas: Atlas) -> Iterator[str]:
     if atlas.checks:
         yield "## Cells planned in full"
         yield "Estimated over planned, less 1. Planned by dry runs of every block; cells are chosen by a digest."
-        yield _checks_table(atlas.checks)
+        yield _checks_table(atlas.checks, style)
     yield made_by([("models", record) for record in atlas.records.values()])
 
 
 def _pages(results: Results) -> Iterator[Page]:
     if results.atlas is not None:
-        yield Page(name="atlas", group="Evidence", text="\n\n".join(_text(results.atlas)))
+        yield Page(name="atlas", group="Evidence", text=atlas_text(results.atlas))
 
 
 SOURCE = Source(order=0, pages=_pages)
