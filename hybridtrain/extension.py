@@ -29,6 +29,18 @@ class ScenarioRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QualityNote:
+    """The loss of a precision beside full training in fp32, on the largest small model that was trained."""
+
+    params: int
+    """Of that model."""
+    verdict: str
+    """In a few words: ``equal within 0.005 nats per token``."""
+    text: str
+    """Configuration, interval, seeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
     """Additions of a package. Functions take the folder of scenario files (None: the default one)."""
 
@@ -40,8 +52,8 @@ class Extension:
     """Kinds that ``hybridtrain list`` answers with more than names: functions of ``Recorded``."""
     scenario_request: Callable[[str, Path | None], ScenarioRequest]
     """Raises ``ConfigError`` for a scenario that is unknown or faulty."""
-    quality_notes: Callable[[Iterable["Candidate"], Path | None, Path], Mapping[str, str]]
-    """A sentence on quality by the name of a candidate's level, from records below a folder of results."""
+    quality_notes: Callable[[Iterable["Candidate"], Path | None, Path], Mapping[str, QualityNote]]
+    """By the name of a candidate's level, from records below a folder of results."""
 
 
 @cache

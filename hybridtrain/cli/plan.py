@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -79,7 +80,7 @@ def dry_run(
     from hybridtrain.models.model_config import asked_workload
     from hybridtrain.planning.dry_runs import DryRunInputs
     from hybridtrain.reports.dry_run_report import plan_run
-    from hybridtrain.reports.fit_report import parse_host
+    from hybridtrain.reports.fit_arguments import parse_host
     from hybridtrain.stacks import stack_folder
     from hybridtrain.virtual_gpu.cards.card import find_card
     from hybridtrain.virtual_gpu.cards.links import World
@@ -189,7 +190,8 @@ def recommend(
         scenario: Take model, card, host and workload of a scenario instead.
         write: Write the stack to a .toml file.
     """
-    from hybridtrain.reports.fit_report import FitArguments, recommend_command
+    from hybridtrain.reports.fit_arguments import FitArguments
+    from hybridtrain.reports.recommend_report import recommend_command
 
     report = recommend_command(
         FitArguments(model=model, card=card, host_memory=host_memory, seq=seq, tokens_per_step=tokens_per_step),
@@ -212,11 +214,13 @@ def fit(
     margin: float | None = None,
     world: Count = 1,
     link: Link = "pcie",
+    least: Flag = False,
     quick: Flag = False,
+    explain: Flag = False,
     write: Path | None = None,
     common: Recorded = RECORDED,
 ) -> Answer:
-    """List the options to train a model on a card or several: which fit, how fast, the bottleneck, the cost in quality.
+    """Say whether a model trains on a card or several: the fastest option, the smallest, and what they cost in quality.
 
     Exit code 1 when nothing fits.
 
@@ -229,10 +233,13 @@ def fit(
         method: full (at each level of exactness), lora, qlora; with commas between them.
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
         world: Number of cards; optimizer state is sharded among them if the optimizer allows it (ZeRO).
-        quick: Skip the full dry run of the fastest option: a few seconds less, and all bytes are extrapolated.
+        least: Show each method at the least memory of the card, not at its fastest.
+        quick: Skip the full dry runs of the first options: a few seconds less, and all bytes are extrapolated.
+        explain: Show what each figure rests on too: evidence, bottleneck, checkpoint, quality in full.
         write: Folder for a stack file and a training file of every option that fits.
     """
-    from hybridtrain.reports.fit_report import FitArguments, fit_command
+    from hybridtrain.reports.fit_arguments import FitArguments
+    from hybridtrain.reports.fit_report import WIDEST, fit_command
 
     arguments = FitArguments(
         model=model,
@@ -244,7 +251,9 @@ def fit(
         link=link,
     )
     report = fit_command(
-        arguments, tokens=tokens, methods=method, margin=margin, confirm=not quick, write=write, say=common.note,
-        scenarios=common.scenarios, results=common.results,
+        arguments, tokens=tokens, methods=method, margin=margin, confirm=not quick, write=write,
+        say=common.note if explain else lambda _line: None, scenarios=common.scenarios, results=common.results,
+        shows_least=least, explains=explain,
     )  # fmt: skip
-    return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)
+    width = min(WIDEST, get_terminal_size((WIDEST, 0)).columns)
+    return Answer(text=report.as_text(width), content=report.as_mapping(), code=0 if report.fits else 1)

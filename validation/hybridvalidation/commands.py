@@ -21,7 +21,7 @@ from hybridtrain.cli.shared import (
     limit_bytes,
     names_of,
 )
-from hybridtrain.extension import Extension, ScenarioRequest
+from hybridtrain.extension import Extension, QualityNote, ScenarioRequest
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.units import GB, GIB
 
@@ -584,7 +584,7 @@ def _scenario_request(name: str, folder: Path | None) -> ScenarioRequest:
     return ScenarioRequest(name=scenario.name, request=request, budget_bytes=stated_budget(scenario, targets))
 
 
-def _quality_notes(candidates: Iterable["Candidate"], folder: Path | None, results: Path) -> Mapping[str, str]:
+def _quality_notes(candidates: Iterable["Candidate"], folder: Path | None, results: Path) -> Mapping[str, QualityNote]:
     from hybridvalidation.study.quality_notes import ladder_notes
 
     return ladder_notes(candidates, _files(folder), results)

@@ -19,7 +19,7 @@ from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.planning.candidates import ARRANGEMENTS, Candidate, FitRequest
 from hybridtrain.planning.fitting import METHODS, Method, TrainingOption, fit, levels_of, whole_run
 from hybridtrain.planning.short_run import ShortRuns
-from hybridtrain.reports.fit_report import FitArguments
+from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.units import MIB, format_seconds
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, card_catalogue
 from hybridvalidation.child import Child, Ended

@@ -2,7 +2,8 @@
 
 from hybridtrain.models.hf_config import hf_architectures
 from hybridtrain.reports.card_report import fits_cell
-from hybridtrain.reports.fit_report import FitArguments, fit_command
+from hybridtrain.reports.fit_arguments import FitArguments
+from hybridtrain.reports.fit_report import fit_command
 from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.cards.card import FitVerdict

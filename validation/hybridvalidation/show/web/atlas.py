@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
-from hybridtrain.reports.fit_report import parse_host
+from hybridtrain.reports.fit_arguments import parse_host
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
 from hybridvalidation.experiments.atlas import Atlas, AtlasRecord, command_of
