@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
-from typing import cast
 
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError
@@ -18,13 +17,13 @@ from hybridtrain.planning.fitting import (
     ALIKE,
     AS_FAST,
     METHODS,
-    Method,
     TrainingOption,
     best_option,
     confirmed,
     fit,
     in_order,
     least,
+    precisions,
     smallest_first,
 )
 from hybridtrain.planning.plan_bytes import saved_bytes
@@ -403,12 +402,15 @@ def _confirmed(
     return [confirmed(request, option, free_share=free) if option is chosen else option for option in options]
 
 
-def chosen_methods(names: Sequence[str]) -> list[Method]:
-    """Return methods by name, each once; raises ``ConfigError``."""
-    faults = [f"'{name}' must be one of {', '.join(METHODS)}" for name in names if name not in METHODS]
+def chosen_methods(names: Sequence[str]) -> Sequence[str]:
+    """Return names of methods and precisions as they are; raises ``ConfigError``."""
+    known = {*METHODS, *(level.name for _, level in precisions(METHODS))}
+    levels = ", ".join(level.name for _, level in precisions(["full"]))
+    allowed = f"{', '.join(METHODS)}, or a precision of full: {levels}"
+    faults = [f"'{name}' must be one of {allowed}" for name in names if name not in known]
     if faults:
         raise ConfigError("--method", faults)
-    return cast("list[Method]", list(dict.fromkeys(names)))
+    return names
 
 
 def free_share(margin: float | None) -> float:

@@ -539,14 +539,15 @@ def atlas(
 
     Args:
         models: Default: all of scenarios/atlas/atlas.toml. With --json, every cell of the named ones.
-        record: Fit what has no record yet on every card, make full dry runs of some cells, append both to the records
-            and rebuild the page. The same command goes on after an interruption.
+        record: Fit what has no record yet on every card, run the commands of some cells again, append both to the
+            records and rebuild the page. The same command goes on after an interruption.
         jobs: Models at a time.
-        max_runs: Stop after so many models or dry runs.
+        max_runs: Stop after so many models or commands.
     """
     from hybridtrain.config.encode import encode
     from hybridtrain.errors import ConfigError, unknown_name
-    from hybridvalidation.experiments.atlas import make_atlas, read_atlas, read_atlas_file
+    from hybridvalidation.experiments.atlas import read_atlas, read_atlas_file
+    from hybridvalidation.experiments.atlas_runs import make_atlas
     from hybridvalidation.show.pages.atlas import atlas_text
     from hybridvalidation.show.report import write_pages
 

@@ -1,19 +1,19 @@
-"""Check of the atlas: a few cells are made again and compared. Which ones, a digest of the program decides."""
+"""Check of the atlas: the commands of a few cells are run again. Which ones, a digest of the program decides."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError
 from hybridtrain.progress import progress_bar
 from hybridtrain.run.program import program_digest
-from hybridvalidation.experiments.atlas import Atlas, AtlasJob, Cell, chosen_cells, jobs_of, make_again, read_atlas
+from hybridvalidation.experiments.atlas import Atlas, Cell, chosen_cells, read_atlas
+from hybridvalidation.experiments.atlas_runs import CheckJob, answer_of_command
 from hybridvalidation.gate.gate import Comparison, Finding, GateExit, Order
 from hybridvalidation.scenario_files import ScenarioFiles
 
 NAME = "atlas"
 _MADE_AGAIN = 6
-"""Cells; about a second each."""
+"""Cells; a second or two each."""
 
 
 def read_cells(files: ScenarioFiles, order: Order, results: Path) -> Atlas | None:
@@ -27,18 +27,18 @@ def read_cells(files: ScenarioFiles, order: Order, results: Path) -> Atlas | Non
 
 
 def compare_atlas(atlas: Atlas, order: Order) -> Comparison:
-    """Make a few cells again, and compare. Another program chooses others."""
-    jobs = jobs_of(atlas.file)
+    """Run a few cells' commands again, and compare. Another program chooses others."""
+    jobs = atlas.file.jobs()
     known = [cell for name, record in atlas.records.items() for cell in record.cells() if cell.card in jobs[name].cards]
     cells, findings = chosen_cells(known, _MADE_AGAIN, program_digest()), list[Finding]()
     with progress_bar(cells, desc="fit", unit="cell", shown=order.progress) as bar:
         for cell in cells:
             bar.set_postfix_str(cell.name)
             bar.update()
-            findings += _findings(cell, make_again(jobs[cell.model], cell))
-    return Comparison(
-        subject=f"{len(cells)} cells of the atlas", findings=findings, notes=_notes(atlas, jobs), accept=list
-    )
+            job = CheckJob(atlas=atlas.records[cell.model].key, cell=cell, host_memory=atlas.file.host_memory)
+            findings += _findings(cell, answer_of_command(job))
+    subject = f"{len(cells)} cells of the atlas"
+    return Comparison(subject=subject, findings=findings, notes=_notes(atlas), accept=list)
 
 
 def _findings(old: Cell, new: Cell) -> list[Finding]:
@@ -53,7 +53,8 @@ def _findings(old: Cell, new: Cell) -> list[Finding]:
     return [Finding(scenario=NAME, stack=old.name, exit=code, message=message, settled_by_accept=False)]
 
 
-def _notes(atlas: Atlas, jobs: Mapping[str, AtlasJob]) -> list[str]:
+def _notes(atlas: Atlas) -> list[str]:
+    jobs = atlas.file.jobs()
     others = [name for name, job in jobs.items() if name not in atlas.records or atlas.records[name].key != job.key]
     if not others:
         return []

@@ -9,8 +9,8 @@ from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.fit_arguments import parse_host
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
-from hybridvalidation.experiments.atlas import Atlas, AtlasRecord, command_of
-from hybridvalidation.show.pages.atlas import card_note, card_title, checks_sentence, labels
+from hybridvalidation.experiments.atlas import LABELS, Atlas, AtlasRecord, command_of
+from hybridvalidation.show.pages.atlas import card_note, card_title, checks_sentence
 
 DATA_FILE = "atlas-data.js"
 _TOKENS = 100_000_000
@@ -43,7 +43,7 @@ def atlas_view(atlas: Atlas) -> AtlasView:
         card: mib for record in atlas.records.values() for card, mib in zip(record.cards, record.card_mib, strict=True)
     }
     cards = {name: card_title(name) for name in sorted(sizes, key=lambda name: (sizes[name], name))}
-    levels = labels(atlas.file.levels)
+    levels = {name: LABELS[name] for name in atlas.file.levels}
     titles = {model.name: model.title for model in atlas.file.models if model.name in atlas.records}
     also = {model.name: model.also for model in atlas.file.models}
     families = groupby(titles, key=lambda name: titles[name].split()[0])
