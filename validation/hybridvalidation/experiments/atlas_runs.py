@@ -57,15 +57,20 @@ def make_columns(job: AtlasJob) -> Columns:
     """Fit a model on all cards at all lengths, and plan what fits in full."""
     gc.set_threshold(*_RARELY)
     kinds = {_kind(job.cards[card]): card for card in job.card_names}
-    cells, resident = dict[tuple[str, int, str], Cell](), list[int]()
+    cells, resident = dict[tuple[str, int, str], Cell](), dict[tuple[int, int, str], float]()
     for seq_len in job.lengths:
         cells |= {(cell.card, seq_len, cell.level): cell for cell in _cells(job, seq_len)}
-    levels = {level.name: level for _, level in precisions(job.levels)}
-    for card, seq_len, name in product(kinds.values(), job.lengths, job.levels):
-        resident.append(round(_resident_bytes(_request(job, card, seq_len), levels[name]) / MIB))
+        for (_, workspace), card in kinds.items():
+            for _, level in precisions(job.levels):
+                if (workspace, seq_len, level.name) not in resident:
+                    resident[workspace, seq_len, level.name] = _resident_bytes(_request(job, card, seq_len), level)
     return columns_of(
         [cells[place] for place in product(job.card_names, job.lengths, job.levels)],
-        [[*kinds].index(_kind(job.cards[card])) for card in job.card_names], resident,
+        [[*kinds].index(_kind(job.cards[card])) for card in job.card_names],
+        [
+            round((context + resident[workspace, seq_len, level]) / MIB)
+            for (context, workspace), seq_len, level in product(kinds, job.lengths, job.levels)
+        ],
     )  # fmt: skip
 
 
@@ -125,7 +130,7 @@ def _verdict(request: FitRequest, option: TrainingOption) -> FitVerdict:
 
 
 def _resident_bytes(request: FitRequest, level: Numerics) -> float:
-    """Return the bytes of a card that a step takes at least with nothing off it."""
+    """Return the bytes of a card, its context apart, that a step takes at least with nothing off it."""
     candidate = Candidate(
         level=level, arrangement=ARRANGEMENTS[0], micro_batch_size=1, num_micro_batches=request.num_sequences,
         keep_last=0,
@@ -133,7 +138,7 @@ def _resident_bytes(request: FitRequest, level: Numerics) -> float:
     enough = replace(request, card=replace(request.card, memory_mib=_ENOUGH_MIB))
     few = few_micro_batches(candidate)
     option = TrainingOption(method="full", candidate=candidate, device_bytes=0, host_bytes=0, fits=True)
-    return after_run(enough, option, enough.run(few)).device_bytes
+    return after_run(enough, option, enough.run(few)).device_bytes - request.card.context_bytes
 
 
 _ENOUGH_MIB = 2**30
