@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -205,7 +205,7 @@ def fit(
     model: ModelName,
     /,
     *,
-    card: CardName,
+    card: CardName | None = None,
     host_memory: HostMemory = _HOST_MEMORY,
     seq: Count | None = None,
     tokens_per_step: Count | None = None,
@@ -214,6 +214,7 @@ def fit(
     margin: float | None = None,
     world: Count = 1,
     link: Link = "pcie",
+    solve: Literal["batch", "seq", "card", "host"] | None = None,
     least: Flag = False,
     quick: Flag = False,
     explain: Flag = False,
@@ -233,13 +234,17 @@ def fit(
         method: full (at each level of exactness, or the name of one), lora, qlora; with commas between them.
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
         world: Number of cards; optimizer state is sharded among them if the optimizer allows it (ZeRO).
+        solve: Find the largest micro-batch (batch), the longest sequence (seq), the smallest card of the catalogue
+            (card, without --card) or the least host memory (host) that fits, and what is full beyond it.
         least: Show each method at the least memory of the card, not at its fastest.
-        quick: Skip the full dry runs of the first options: a few seconds less, and all bytes are extrapolated.
+        quick: Skip full dry runs: a few seconds less, and all bytes are extrapolated.
         explain: Show what each figure rests on too: evidence, bottleneck, checkpoint, quality in full.
         write: Folder for a stack file and a training file of every option that fits.
     """
     from hybridtrain.reports.fit_arguments import FitArguments
-    from hybridtrain.reports.fit_report import WIDEST, fit_command
+    from hybridtrain.reports.fit_report import fit_command
+    from hybridtrain.reports.fit_text import WIDEST
+    from hybridtrain.reports.solve_report import solve_command
 
     arguments = FitArguments(
         model=model,
@@ -249,11 +254,20 @@ def fit(
         tokens_per_step=tokens_per_step,
         world=world,
         link=link,
+        verb="fit",
+        instead="name one (hybridtrain list cards), or a .toml file with its figures",
     )
-    report = fit_command(
-        arguments, tokens=tokens, methods=method, margin=margin, confirm=not quick, write=write,
-        say=common.note if explain else lambda _line: None, scenarios=common.scenarios, results=common.results,
-        shows_least=least, explains=explain,
-    )  # fmt: skip
     width = min(WIDEST, get_terminal_size((WIDEST, 0)).columns)
+    say = common.note if explain else lambda _line: None
+    if solve is not None:
+        unused = {"--least": least, "--write": write is not None}
+        solved = solve_command(
+            arguments, solve, methods=method, margin=margin, confirm=not quick, say=say,
+            unused=[name for name, is_given in unused.items() if is_given],
+        )  # fmt: skip
+        return Answer(text=solved.as_text(width), content=solved.as_mapping(), code=0 if solved.fits else 1)
+    report = fit_command(
+        arguments, tokens=tokens, methods=method, margin=margin, confirm=not quick, write=write, say=say,
+        scenarios=common.scenarios, results=common.results, shows_least=least, explains=explain,
+    )  # fmt: skip
     return Answer(text=report.as_text(width), content=report.as_mapping(), code=0 if report.fits else 1)

@@ -22,7 +22,7 @@ from hybridtrain.optimizations.optimizer_offload import OptimizerOffload
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
 from hybridtrain.optimizations.zero import Zero
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.planning.dry_runs import DryRun, DryRunInputs
+from hybridtrain.planning.dry_runs import Demand, DryRun, DryRunInputs
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.cards.links import World
@@ -239,12 +239,19 @@ class FitRequest:
 
     def run(self, candidate: Candidate) -> DryRun:
         """Return a candidate's dry run: that of the card that holds most, with the time of the slowest."""
-        runs = DryRunInputs(
+        runs = self._inputs(candidate).dry_run_ranks()
+        return replace(runs[0], time=max((run.time for run in runs), key=lambda time: time.seconds))
+
+    def demand(self, candidate: Candidate) -> Demand:
+        """Return the bytes that a candidate asks for, of the card that holds most, by a dry run without times."""
+        return self._inputs(candidate).demand()
+
+    def _inputs(self, candidate: Candidate) -> DryRunInputs:
+        return DryRunInputs(
             model=self.model, plan=compose(candidate.optimizations()), card=self.card, host=self.host, world=self.world,
             workload=Workload(micro_batch_size=candidate.micro_batch_size, seq_len=self.seq_len),
             config=TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]()),
-        ).dry_run_ranks()  # fmt: skip
-        return replace(runs[0], time=max((run.time for run in runs), key=lambda time: time.seconds))
+        )  # fmt: skip
 
 
 def sizes(request: FitRequest) -> Iterator[int]:

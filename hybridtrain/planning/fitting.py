@@ -284,7 +284,7 @@ class _Search:
 
     def option(self, method: Method, level: Numerics) -> TrainingOption:
         """Return the fastest option of one precision, or its smallest."""
-        tiers = _tiers(self.request, level)
+        tiers = tiers_of(self.request, level)
         for arrangements in (sum(tiers, ()),) if self.is_exhaustive else tiers:
             found = list(self._found(method, level, arrangements))
             if found:  # those that offload least are first
@@ -293,7 +293,7 @@ class _Search:
 
     def least(self, method: Method, level: Numerics) -> TrainingOption:
         """Return the option of one precision that takes least of the card: micro-batches of 1, nothing kept."""
-        tiers = _tiers(self.request, level)
+        tiers = tiers_of(self.request, level)
         for arrangements in tiers:
             candidates = [self._candidate(level, arrangement, 1) for arrangement in arrangements]
             shorts = [self.runs.of(self.request, candidate) for candidate in candidates if self._may_fit(candidate)]
@@ -368,7 +368,7 @@ class _Search:
         )  # fmt: skip
 
 
-def _tiers(request: FitRequest, level: Numerics) -> tuple[tuple[Arrangement, ...], ...]:
+def tiers_of(request: FitRequest, level: Numerics) -> tuple[tuple[Arrangement, ...], ...]:
     """Return groups of arrangements: one is tried where none of the group before has room."""
     if level.name in _ADAPTERS:
         return (_ADAPTER_ARRANGEMENTS,)

@@ -27,12 +27,15 @@ class FitArguments:
     """None: 131072 in whole sequences."""
     world: int = 1
     link: str = "pcie"
+    verb: str = "recommend"
+    instead: str = "name one, or give --scenario"
+    """What to do where model or card are missing."""
 
     def resolve(self) -> FitRequest:
         """Read the names and sizes; raise ``ConfigError`` for a wrong or missing one."""
         if self.model is None or self.card is None:
             names = [name for name, given in (("model", self.model), ("card", self.card)) if given is None]
-            raise ConfigError("recommend", [f"--{name}: missing; name one, or give --scenario" for name in names])
+            raise ConfigError(self.verb, [f"--{name}: missing; {self.instead}" for name in names])
         shape, world = find_model(self.model), World(size=self.world, link=self.link)
         seq_len = self.seq or min(_SEQ_LEN, shape.max_seq_len)
         check_workload(shape, asked_workload(1, seq_len))

@@ -7,7 +7,6 @@ from shlex import quote
 from textwrap import wrap
 
 from hybridtrain.config.encode import encode
-from hybridtrain.errors import ConfigError
 from hybridtrain.extension import QualityNote, harness
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.optim import OPTIMIZERS
@@ -23,7 +22,6 @@ from hybridtrain.planning.fitting import (
     fit,
     in_order,
     least,
-    precisions,
     smallest_first,
 )
 from hybridtrain.planning.plan_bytes import saved_bytes
@@ -31,15 +29,14 @@ from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.reports.fit_files import stack_of, train_path, weights_folder, write_files
+from hybridtrain.reports.fit_text import PERCENT, chosen_methods, columns, free_share, short_name
 from hybridtrain.stacks import RESULTS, evidence_folder
 from hybridtrain.units import format_bytes, format_count, to_gib
-from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, FitVerdict
+from hybridtrain.virtual_gpu.cards.card import FitVerdict
 
-PERCENT = 100
-WIDEST, _MOST_LINES = 120, 25
+_MOST_LINES = 25
 _MOST_CONFIRMED = 2
 """Options with a full dry run: the first one, and another where that turned out not to fit."""
-_TEXT_COLUMNS = 2
 _LEGEND = """\
 name: of the precision, in files and JSON. bottleneck: what most of a step's time goes to. kept blocks: those that keep
 their activations, the others recompute them. checkpoint: arithmetic; a run keeps two, writes a third, and keeps one per
@@ -53,18 +50,6 @@ for copies by {waiting:.1%}."""
 
 def _mark(option: TrainingOption) -> str:
     return "~" if option.run is None else ""
-
-
-def columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table's lines as wide as its cells; the first two columns are text, the others numbers."""
-    widths = [max(map(len, cells)) for cells in zip(headers, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(size) if i < _TEXT_COLUMNS else cell.rjust(size)
-            for i, (cell, size) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (headers, *rows)
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +248,6 @@ class FitReport:
         host, cards = format_bytes(request.host.tensor_bytes), "" if world.size == 1 else f"{world.size} x "
         if world.size > 1:
             host += f" of a machine of {world.local_size} cards ({world.link})"
-        card = request.card.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
         source = " (not all published, --explain)" if request.card.note else ""
         rule = (
             "Rows: least memory of the card; batches of 1 sequence, everything recomputed."
@@ -275,7 +259,7 @@ class FitReport:
         errors = f"{TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind"
         lines = [
             rule,
-            f"{asked}; {cards}{card}: {memory}; host: {host}.",
+            f"{asked}; {cards}{short_name(request.card)}: {memory}; host: {host}.",
             f"~: extrapolated, else planned. Speeds: estimated, {errors}.",
         ]
         best = best_option(self.options)
@@ -400,22 +384,3 @@ def _confirmed(
     request: FitRequest, options: Iterable[TrainingOption], chosen: TrainingOption, free: float
 ) -> list[TrainingOption]:
     return [confirmed(request, option, free_share=free) if option is chosen else option for option in options]
-
-
-def chosen_methods(names: Sequence[str]) -> Sequence[str]:
-    """Return names of methods and precisions as they are; raises ``ConfigError``."""
-    known = {*METHODS, *(level.name for _, level in precisions(METHODS))}
-    levels = ", ".join(level.name for _, level in precisions(["full"]))
-    allowed = f"{', '.join(METHODS)}, or a precision of full: {levels}"
-    faults = [f"'{name}' must be one of {allowed}" for name in names if name not in known]
-    if faults:
-        raise ConfigError("--method", faults)
-    return names
-
-
-def free_share(margin: float | None) -> float:
-    """Return the share of the card that stays free, of a margin in percent; raises ``ConfigError``."""
-    margin = PERCENT * MARGIN_SHARE if margin is None else margin
-    if not 0 <= margin < PERCENT:
-        raise ConfigError("--margin", [f"{margin:g} must be a share of the card in percent, from 0 to below 100"])
-    return margin / PERCENT

@@ -150,7 +150,7 @@ def test_of_arrangements_about_as_fast_the_one_that_offloads_least_is_taken() ->
     found = {option.name: option for option in fit(asked, runs=runs)}
     for method in METHODS:
         for level in fitting.levels_of(method):
-            arrangements = [each for tier in fitting._tiers(asked, level) for each in tier if not each.on_disk]
+            arrangements = [each for tier in fitting.tiers_of(asked, level) for each in tier if not each.on_disk]
             speeds = dict[Arrangement, float]()
             for arrangement in arrangements:
                 for size in sizes(asked):
@@ -177,7 +177,7 @@ def test_the_smallest_option_recomputes_everything_and_no_arrangement_takes_less
         candidate = option.candidate
         assert (candidate.micro_batch_size, candidate.num_micro_batches, candidate.keep_last) == (1, 2, 0)
         assert option.device_bytes <= fastest[option.name].device_bytes
-        (arrangements, *_) = fitting._tiers(asked, candidate.level)
+        (arrangements, *_) = fitting.tiers_of(asked, candidate.level)
         others = [runs.of(asked, replace(candidate, arrangement=each)).device_bytes(0) for each in arrangements]
         assert option.device_bytes == min(others)
     no_host = replace(asked, host=Host(memory_gib=4.0001, disk_gib=1e-6))

@@ -11,7 +11,7 @@ from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import digest
 from hybridtrain.config.rules import below_least, refuse, repeated
 from hybridtrain.errors import unknown_name
-from hybridtrain.models.model_config import PRESETS, ModelConfig
+from hybridtrain.models.model_config import MOST_TOKENS, PRESETS, ModelConfig
 from hybridtrain.planning.fitting import METHODS, precisions
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, card_catalogue
@@ -48,6 +48,8 @@ class AtlasFile:
     host_memory: str
     lengths: tuple[int, ...]
     """Tokens of a sequence, or all positions of a model that has fewer."""
+    longest: tuple[int, ...]
+    """Lengths that are tried for the longest sequence; all positions of a model are too."""
     levels: tuple[str, ...]
     """Precisions, by their names in ``fit``."""
     checks: int
@@ -70,6 +72,9 @@ class AtlasFile:
             model.name: AtlasJob(
                 model=model.name, shape=PRESETS[model.name], cards=card_catalogue(),
                 lengths=tuple(dict.fromkeys(min(length, PRESETS[model.name].max_seq_len) for length in self.lengths)),
+                longest=tuple(dict.fromkeys(
+                    min(length, PRESETS[model.name].max_seq_len) for length in (*self.longest, MOST_TOKENS)
+                )),
                 levels=self.levels, host_memory=self.host_memory,
             )
             for model in self.models if not names or model.name in names
@@ -84,6 +89,8 @@ class AtlasJob:
     shape: ModelConfig
     cards: Mapping[str, Card]
     lengths: tuple[int, ...]
+    longest: tuple[int, ...]
+    """Lengths that are tried for the longest sequence."""
     levels: tuple[str, ...]
     host_memory: str
 
@@ -161,19 +168,25 @@ class Columns:
     resident_mib: tuple[int, ...]
     """Of the card, with nothing off it, micro-batches of one sequence and every block recomputed: a value per kind,
     length and level."""
+    longest: tuple[int, ...]
+    """Tokens of the longest sequence of those tried that fits, in micro-batches of one and with every block recomputed;
+    0: none does. A value per card and level."""
 
     def per_cell(self) -> Mapping[str, Sequence[object]]:
         """Return the columns with a value per cell, by name."""
         return {name: getattr(self, name) for name in ("verdicts", "offload", *_FIGURES)}
 
 
-def columns_of(cells: Sequence[Cell], kind: Sequence[int], resident_mib: Sequence[int]) -> Columns:
-    """Return cells, in their order, as columns."""
+def columns_of(
+    cells: Sequence[Cell], *, kind: Sequence[int], resident_mib: Sequence[int], longest: Sequence[int]
+) -> Columns:
+    """Return cells, in their order, as columns beside those that are not per cell."""
     offloads = sorted({cell.offload for cell in cells})
     return Columns(
         verdicts="".join(_LETTERS[cell.verdict] for cell in cells), offloads=tuple(offloads),
         offload=tuple(offloads.index(cell.offload) for cell in cells), kind=tuple(kind),
-        resident_mib=tuple(resident_mib), **{name: tuple(getattr(cell, name) for cell in cells) for name in _FIGURES},
+        resident_mib=tuple(resident_mib), longest=tuple(longest),
+        **{name: tuple(getattr(cell, name) for cell in cells) for name in _FIGURES},
     )  # fmt: skip
 
 
@@ -199,6 +212,7 @@ class AtlasRecord(Record):
         sizes: dict[str, tuple[Sequence[object], int]] = {
             "card_mib": (self.card_mib, cards), "columns.kind": (self.columns.kind, cards),
             "columns.resident_mib": (self.columns.resident_mib, kinds * each),
+            "columns.longest": (self.columns.longest, cards * len(self.levels)),
         }  # fmt: skip
         sizes |= {f"columns.{name}": (column, cards * each) for name, column in self.columns.per_cell().items()}
         return [
@@ -216,6 +230,10 @@ class AtlasRecord(Record):
                 offload=columns.offloads[columns.offload[place]],
                 **{name: getattr(columns, name)[place] for name in _FIGURES},
             )  # fmt: skip
+
+    def longest(self, card: str, level: str) -> int:
+        """Return the tokens of the longest sequence, of those tried, that fits a card; 0: none does."""
+        return self.columns.longest[self.cards.index(card) * len(self.levels) + self.levels.index(level)]
 
     def resident_mib(self, card: str, seq_len: int, level: str) -> int:
         """Return the bytes of a card with nothing off it, in MiB."""

@@ -6,16 +6,17 @@ A check is a cell's command, in a process of its own.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 from hybridtrain.config.encode import digest
 from hybridtrain.planning.candidates import ARRANGEMENTS, Candidate, FitRequest, Numerics
-from hybridtrain.planning.dry_runs import DryRun, on_card
+from hybridtrain.planning.dry_runs import Demand, DryRun, on_card
 from hybridtrain.planning.fitting import TrainingOption, after_run, few_micro_batches, fit, precisions, with_fewer_kept
 from hybridtrain.planning.short_run import ShortRuns
+from hybridtrain.planning.solving import longest_sequence
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.reports.fit_report import fit_command
 from hybridtrain.units import MIB, format_seconds
@@ -66,12 +67,26 @@ def make_columns(job: AtlasJob) -> Columns:
                     resident[workspace, seq_len, level.name] = _resident_bytes(_request(job, card, seq_len), level)
     return columns_of(
         [cells[place] for place in product(job.card_names, job.lengths, job.levels)],
-        [[*kinds].index(_kind(job.cards[card])) for card in job.card_names],
-        [
+        kind=[[*kinds].index(_kind(job.cards[card])) for card in job.card_names],
+        resident_mib=[
             round((context + resident[workspace, seq_len, level]) / MIB)
             for (context, workspace), seq_len, level in product(kinds, job.lengths, job.levels)
         ],
+        longest=list(_longest(job)),
     )  # fmt: skip
+
+
+def _longest(job: AtlasJob) -> Iterator[int]:
+    """Yield the longest sequence of each card and level, by full dry runs."""
+    found, demands, runs = dict[tuple[str, str], int](), dict[Hashable, Demand](), ShortRuns()
+    for card, (method, level) in product(job.card_names, precisions(job.levels)):
+        best = longest_sequence(
+            _request(job, card, job.lengths[0]), method, level, lengths=job.longest, plans=True, runs=runs,
+            demands=demands,
+        )  # fmt: skip
+        found[card, level.name] = best.value if best is not None else 0
+    for place in product(job.card_names, job.levels):
+        yield found[place]
 
 
 def _request(job: AtlasJob, card: str, seq_len: int) -> FitRequest:
