@@ -76,7 +76,7 @@ class Solved:
     def best(self) -> Solution | None:
         """The better one, at equal values without offload."""
         found = [each for each in (self.resident, self.offloaded) if each is not None]
-        return found[0] if len(found) < 2 or _rank(found[0]) >= _rank(found[1]) else found[1]
+        return max(found, key=_rank, default=None)
 
 
 def _rank(solution: Solution) -> int:
