@@ -6,7 +6,7 @@ does not; reserved bytes are rounded, so that a point beyond may fit by chance. 
 A step has the tokens of the request, in two micro-batches at least, so that gradients wait for the second.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal, get_args
@@ -38,8 +38,6 @@ _CLASS_NAMES = {
     TensorClass.OPTIM_STATE: "optimizer state", TensorClass.BOUNDARY: "block inputs",
     TensorClass.ACTIVATION: "activations", TensorClass.WORKSPACE: "workspaces",
 }  # fmt: skip
-_MOST_NAMED = 3
-"""Holders in a reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,9 @@ class Solution:
     is_planned: bool
     """Whether full dry runs fit here and not at the next point."""
     limit: str
-    """What the next point lacks, and who holds most of it; or the end of the grid."""
+    """What the next point lacks, or why there is none."""
+    holders: tuple[tuple[str, float], ...] = ()
+    """Of the memory that is too small at the next point: name and bytes, the largest first; empty without a dry run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,22 +260,21 @@ class _Search:
             fits=True, tokens_per_s=whole.tokens_per_step / short.seconds(0), bound=short.bound(0),
         )  # fmt: skip
         axis = solver.axis
+        limit, holders = (axis.end, ()) if i == axis.count else self._limit(i + 1)
         return Solution(
             quantity=axis.quantity, value=axis.value(i), option=option, request=whole, is_planned=solver.plans,
-            limit=axis.end if i == axis.count else self._limit(i + 1),
+            limit=limit, holders=holders,
         )  # fmt: skip
 
-    def _limit(self, i: int) -> str:
-        """Return what a point lacks that does not fit, and who holds most of it."""
+    def _limit(self, i: int) -> tuple[str, tuple[tuple[str, float], ...]]:
+        """Return what a point lacks that does not fit, and who holds that memory."""
         plans, (asked, _) = self.solver.plans, self._at(i)
         over = self._over(asked, self._planned(i) if plans else self._estimated(i))
         place = max(over, key=lambda name: over[name])
         told = f"{place} {format_bytes(over[place])} short"
         if not plans or place == "disk":
-            return told
-        holders = card_holders if place == "card" else host_holders
-        held = holders(self._demand(i))[:_MOST_NAMED]
-        return f"{told}: {', '.join(f'{name} {format_bytes(size)}' for name, size in held)}"
+            return told, ()
+        return told, card_holders(self._demand(i)) if place == "card" else host_holders(self._demand(i))
 
     def _at(self, i: int) -> tuple[FitRequest, Candidate]:
         request, size = self.solver.axis.at(i)
@@ -340,20 +339,23 @@ class _Search:
         return PlanBytes(card=more * card, host=more * (three.host - two.host), disk=more * (three.disk - two.disk))
 
 
-def card_holders(demand: Demand) -> list[tuple[str, float]]:
+def card_holders(demand: Demand) -> tuple[tuple[str, float], ...]:
     """Return who holds the reserved bytes of the card at their peak, the largest first."""
-    held = dict[str, float](fragments=demand.reserved_bytes - demand.peak.allocated_bytes)
+    held = {"reserved but unallocated": float(demand.reserved_bytes - demand.peak.allocated_bytes)}
     for (tensor_class, unit), size in demand.peak.by_unit.items():
         is_loss = tensor_class is TensorClass.ACTIVATION and unit == "head"
         name = "logits of the loss" if is_loss else _CLASS_NAMES[tensor_class]
-        held[name] = held.get(name, 0) + size
-    return sorted(((name, size) for name, size in held.items() if size), key=lambda item: -item[1])
+        held[name] = held.get(name, 0.0) + size
+    return _largest_first(held)
 
 
-def host_holders(demand: Demand) -> list[tuple[str, float]]:
+def host_holders(demand: Demand) -> tuple[tuple[str, float], ...]:
     """Return who holds the bytes of host memory, the largest first."""
-    held = ((_CLASS_NAMES[tensor_class], float(size)) for tensor_class, size in demand.host_by_class.items() if size)
-    return sorted(held, key=lambda item: -item[1])
+    return _largest_first({_CLASS_NAMES[name]: float(size) for name, size in demand.host_by_class.items()})
+
+
+def _largest_first(held: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(((name, size) for name, size in held.items() if size), key=lambda item: -item[1]))
 
 
 def largest(count: int, over: Callable[[int], float], hint: Callable[[int], float], start: int) -> int:
