@@ -1,12 +1,12 @@
 """The largest micro-batch, the longest sequence, the smallest card, the least host memory with which a model fits.
 
-Each is the last point of a grid on which bytes only rise, or room only falls. Short runs find it for every offload
-arrangement, by bisection that begins where arithmetic puts the limit. Full dry runs then move it until a point fits and
-the next does not. All blocks recompute their activations. A step has the tokens of the request, in two micro-batches at
-least, so that gradients wait for the second.
+Each is the last point of a grid on which bytes rise, or room falls. Short runs find it for every offload arrangement,
+by bisection that begins where arithmetic puts the limit. Full dry runs then move it until a point fits and the next
+does not; reserved bytes are rounded, so that a point beyond may fit by chance. All blocks recompute their activations.
+A step has the tokens of the request, in two micro-batches at least, so that gradients wait for the second.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal, get_args
@@ -31,8 +31,6 @@ _NEXT_TO_NOTHING_GIB = 1 / 64
 """A batch on its way; told as 0 GiB."""
 _TRUST = 0.05
 """Of the card's memory: what short runs put farther from the limit is taken as it is."""
-_STEEPEST = 4.0
-"""Factor between bytes and arithmetic's, per point."""
 _FAST_TRIES = 6
 """Points that the estimate chooses, before halves are taken."""
 _CLASS_NAMES = {
@@ -40,8 +38,6 @@ _CLASS_NAMES = {
     TensorClass.OPTIM_STATE: "optimizer state", TensorClass.BOUNDARY: "block inputs",
     TensorClass.ACTIVATION: "activations", TensorClass.WORKSPACE: "workspaces",
 }  # fmt: skip
-_MOST_NAMED = 3
-"""Holders in a reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +54,9 @@ class Solution:
     is_planned: bool
     """Whether full dry runs fit here and not at the next point."""
     limit: str
-    """What the next point lacks, and who holds most of it; or the end of the grid."""
+    """What the next point lacks, or why there is none."""
+    holders: tuple[tuple[str, float], ...] = ()
+    """Of the memory that is too small at the next point: name and bytes, the largest first; empty without a dry run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +74,7 @@ class Solved:
     def best(self) -> Solution | None:
         """The better one, at equal values without offload."""
         found = [each for each in (self.resident, self.offloaded) if each is not None]
-        return max(found, key=_rank, default=None)
+        return max(found, key=_rank, default=None)  # the first of equal ones
 
 
 def _rank(solution: Solution) -> int:
@@ -167,7 +165,7 @@ def _axis(request: FitRequest, quantity: Quantity, free_share: float, lengths: S
             return (1 - free_share) * card.memory_bytes - card.context_bytes - card.cublas_workspace_bytes
 
         cards = sorted(card_catalogue().values(), key=room, reverse=True)
-        smallest = f"{cards[-1].name} is the smallest card of the catalogue"
+        smallest = "the smallest card of the catalogue"
         return _Axis(
             quantity, len(cards), lambda i: (replace(request, card=cards[i - 1]), 1),
             lambda i: cards[i - 1].memory_bytes, smallest,
@@ -266,22 +264,21 @@ class _Search:
             fits=True, tokens_per_s=whole.tokens_per_step / short.seconds(0), bound=short.bound(0),
         )  # fmt: skip
         axis = solver.axis
+        limit, holders = (axis.end, ()) if i == axis.count else self._limit(i + 1)
         return Solution(
             quantity=axis.quantity, value=axis.value(i), option=option, request=whole, is_planned=solver.plans,
-            limit=axis.end if i == axis.count else self._limit(i + 1),
+            limit=limit, holders=holders,
         )  # fmt: skip
 
-    def _limit(self, i: int) -> str:
-        """Return what a point lacks that does not fit, and its largest holders."""
-        (asked, _), needs = self._at(i), self._planned(i) if self.solver.plans else self._estimated(i)
-        over = self._over(asked, needs)
+    def _limit(self, i: int) -> tuple[str, tuple[tuple[str, float], ...]]:
+        """Return what a point lacks that does not fit, and who holds that memory."""
+        plans, (asked, _) = self.solver.plans, self._at(i)
+        over = self._over(asked, self._planned(i) if plans else self._estimated(i))
         place = max(over, key=lambda name: over[name])
-        told = f"{place}: {format_bytes(over[place])} too little"
-        if not self.solver.plans or place == "disk":
-            return told
-        demand = self._demand(i)
-        held = card_holders(demand) if place == "card memory" else host_holders(demand)
-        return f"{told}; {', '.join(f'{name} {format_bytes(size)}' for name, size in held[:_MOST_NAMED])}"
+        told = f"{place} {format_bytes(over[place])} short"
+        if not plans or place == "disk":
+            return told, ()
+        return told, card_holders(self._demand(i)) if place == "card" else host_holders(self._demand(i))
 
     def _at(self, i: int) -> tuple[FitRequest, Candidate]:
         request, size = self.solver.axis.at(i)
@@ -314,8 +311,8 @@ class _Search:
         """Return the bytes beyond the room of each memory, negative where there is room."""
         machine = asked.rank_host
         return {
-            "card memory": needs.card - (1 - self.solver.free_share) * asked.card.memory_bytes,
-            "host memory": needs.host - machine.tensor_bytes, "disk": needs.disk - machine.disk_bytes,
+            "card": needs.card - (1 - self.solver.free_share) * asked.card.memory_bytes,
+            "host": needs.host - machine.tensor_bytes, "disk": needs.disk - machine.disk_bytes,
         }  # fmt: skip
 
     def _estimated(self, i: int) -> PlanBytes:
@@ -346,20 +343,23 @@ class _Search:
         return PlanBytes(card=more * card, host=more * (three.host - two.host), disk=more * (three.disk - two.disk))
 
 
-def card_holders(demand: Demand) -> list[tuple[str, float]]:
-    """Return who holds the allocated bytes of the card at their peak, the largest first."""
-    held = dict[str, float]()
+def card_holders(demand: Demand) -> tuple[tuple[str, float], ...]:
+    """Return who holds the reserved bytes of the card at their peak, the largest first."""
+    held = {"reserved but unallocated": float(demand.reserved_bytes - demand.peak.allocated_bytes)}
     for (tensor_class, unit), size in demand.peak.by_unit.items():
         is_loss = tensor_class is TensorClass.ACTIVATION and unit == "head"
         name = "logits of the loss" if is_loss else _CLASS_NAMES[tensor_class]
-        held[name] = held.get(name, 0) + size
-    return sorted(((name, size) for name, size in held.items() if size), key=lambda item: -item[1])
+        held[name] = held.get(name, 0.0) + size
+    return _largest_first(held)
 
 
-def host_holders(demand: Demand) -> list[tuple[str, float]]:
+def host_holders(demand: Demand) -> tuple[tuple[str, float], ...]:
     """Return who holds the bytes of host memory, the largest first."""
-    held = ((_CLASS_NAMES[tensor_class], float(size)) for tensor_class, size in demand.host_by_class.items() if size)
-    return sorted(held, key=lambda item: -item[1])
+    return _largest_first({_CLASS_NAMES[name]: float(size) for name, size in demand.host_by_class.items()})
+
+
+def _largest_first(held: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(((name, size) for name, size in held.items() if size), key=lambda item: -item[1]))
 
 
 def largest(count: int, over: Callable[[int], float], hint: Callable[[int], float], start: int) -> int:
@@ -371,15 +371,14 @@ def largest(count: int, over: Callable[[int], float], hint: Callable[[int], floa
     low, high, guess, scale = 0, count + 1, start, 1.0
     points = list[tuple[float, float]]()
     while high - low > 1:
-        if len(points) >= _FAST_TRIES and high <= count:
-            guess = (low + high) // 2
+        if len(points) >= _FAST_TRIES:
+            guess = (low + high) // 2 if high <= count else 2 * low
         guess = min(max(guess, low + 1), high - 1)
         points.append((over(guess), hint(guess)))
         low, high = (guess, high) if points[-1][0] <= 0 else (low, guess)
-        if len(points) > 1 and points[-1][1] != points[-2][1]:
-            slope = (points[-1][0] - points[-2][0]) / (points[-1][1] - points[-2][1])
-            scale = min(max(slope, 1 / _STEEPEST), _STEEPEST)
-        above, hinted = points[-1]
+        (above, hinted), before = points[-1], points[-2:-1]
+        slopes = [(above - a) / (hinted - h) for a, h in before if hinted != h]
+        scale = next((slope for slope in slopes if slope > 0), scale)
         guess = _boundary(low, high, guess, lambda i, a=above, h=hinted, s=scale: a + s * (hint(i) - h) <= 0)  # type: ignore[misc]
     return low
 

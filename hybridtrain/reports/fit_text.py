@@ -9,6 +9,7 @@ from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, Card
 PERCENT = 100
 WIDEST = 120
 """Columns of an answer, at most."""
+_MOST_LINES = 25
 _TEXT_COLUMNS = 2
 
 
@@ -22,6 +23,12 @@ def columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         )
         for row in (headers, *rows)
     ]
+
+
+def in_blocks(blocks: Sequence[Sequence[str]]) -> str:
+    """Return lines in blocks, an empty line before as many as leave no more than 25 lines."""
+    spare = _MOST_LINES - sum(map(len, blocks))
+    return "\n".join(line for i, block in enumerate(blocks) for line in (*([""] if 0 < i <= spare else []), *block))
 
 
 def short_name(card: Card) -> str:

@@ -211,3 +211,56 @@ def test_adapters_are_compared_with_the_baseline_and_not_with_each_other() -> No
         assert notes[name].verdict == f"worse by {direct.interval.mean:.3f} nats per token"
     assert "against lora" in notes["qlora"].text  # as it was registered
     assert "against fine-tuned" in notes["qlora"].text
+
+
+@pytest.mark.parametrize("quantity", ["batch", "seq", "card", "host"])
+def test_a_solution_names_its_value_and_its_limit(
+    arguments: list[str], quantity: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = [part for part in arguments if quantity != "card" or part not in {"--card", "rtx-4090"}]
+    asked += ["--solve", quantity, "--method", "lora,qlora", "--margin", "97"]  # of 23.52 GiB 0.71 are left
+    if quantity == "card":
+        asked[-1] = "5"
+    assert main([*asked, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["solve"] == quantity
+    assert {each["numbers"] for each in answer["solutions"]} == {"lora", "qlora"}
+    for each in answer["solutions"]:
+        found = each["resident"]
+        assert found["evidence"]["memory"] == "planned"
+        assert found["limit"]
+        if quantity == "seq":
+            assert (found["value"], found["limit"]) == (128, "the model's positions (128)")
+        if quantity == "host":
+            assert (found["value"], found["host_peak_bytes"]) == (0, 0)
+        if quantity == "batch":
+            assert found["value"] == found["micro_batch_size"] > 1
+            assert found["device_used_bytes"] <= 0.03 * answer["card_bytes"]
+    assert main([*asked, "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match("(Largest micro-batch|Longest sequence|Smallest card|Least host memory): ", lines[0])
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 25
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--solve", "bytes"], 'Choose from: "batch", "seq", "card", "host"'),
+        (["--solve", "card"], "--card: --solve card finds it; leave it out"),
+        (["--solve", "seq", "--seq", "64"], "--seq: --solve seq finds it; leave it out"),
+        (["--solve", "batch", "--least"], "--least: --solve batch does without it; leave it out"),
+        (["--solve", "batch", "--method", "lore"], "must be one of full, lora, qlora"),
+    ],
+)
+def test_wrong_options_of_a_solution(
+    arguments: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_card_is_asked_for_where_none_is_sought(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments[:2]) == 2
+    assert "--card: missing; name one (hybridtrain list cards)" in capsys.readouterr().err

@@ -268,7 +268,7 @@ class Atlas:
 
     file: AtlasFile
     records: Mapping[str, AtlasRecord]
-    """By model, in the order of the file."""
+    """By model, those of a family together."""
     checks: Sequence[AtlasCheck]
 
     def of(self, models: Sequence[str]) -> "Atlas":
@@ -291,7 +291,10 @@ def read_atlas(folder: Path, records: Path) -> Atlas | None:
     if not (folder / _QUESTIONS).exists() or not (newest := newest_records(records)):
         return None
     file = read_atlas_file(folder)
-    found = {model.name: newest[model.name] for model in file.models if model.name in newest}
+    models = sorted(
+        file.models, key=lambda model: (model.title.split()[0], PRESETS[model.name].num_params, model.title)
+    )
+    found = {model.name: newest[model.name] for model in models if model.name in newest}
     known = {cell for record in found.values() for cell in record.cells()}
     checks = {check.cell.name: check for check in read_checks(records)}
     return Atlas(file=file, records=found, checks=[check for check in checks.values() if check.cell in known])

@@ -44,7 +44,8 @@ def atlas_view(atlas: Atlas) -> AtlasView:
     }
     cards = {name: card_title(name) for name in sorted(sizes, key=lambda name: (sizes[name], name))}
     levels = {name: LABELS[name] for name in atlas.file.levels}
-    titles = {model.name: model.title for model in atlas.file.models if model.name in atlas.records}
+    known = {model.name: model.title for model in atlas.file.models}
+    titles = {name: known[name] for name in atlas.records}
     also = {model.name: model.also for model in atlas.file.models}
     families = groupby(titles, key=lambda name: titles[name].split()[0])
     host = parse_host(atlas.file.host_memory)
@@ -77,5 +78,6 @@ def _cells(record: AtlasRecord, cards: Sequence[str], levels: Sequence[str]) -> 
     return {
         "params": record.num_params, "cards": [cards.index(name) for name in record.cards],
         "lengths": record.lengths, "levels": [levels.index(name) for name in record.levels],
-        "offloads": columns.offloads, "kind": columns.kind, "resident_mib": columns.resident_mib, **columns.per_cell(),
+        "offloads": columns.offloads, "kind": columns.kind, "resident_mib": columns.resident_mib,
+        "longest": columns.longest, **columns.per_cell(),
     }  # fmt: skip

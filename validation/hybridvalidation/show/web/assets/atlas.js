@@ -28,6 +28,7 @@
       device: model.device_mib[at], host: model.host_mib[at], disk: model.disk_mib[at], speed: model.tokens_per_s[at],
       offload: model.offloads[model.offload[at]], size: model.micro_batch_size[at],
       resident: model.resident_mib[place(model.kind[places[0]])],
+      longest: model.longest[places[0] * model.levels.length + places[2]],
     };
     found.hours = found.speed ? atlas.tokens / found.speed / SECONDS : null;
     found.lacks = [[found.device - found.card.room, "card"], [found.host - atlas.hostRoom, "host"]].filter(([size]) => size > 0);
@@ -52,6 +53,7 @@
     { name: "disk GiB", text: (cell) => (cell.disk ? gib(cell.disk) : ""), value: (cell) => cell.disk },
     { name: "tokens/s", text: (cell) => (cell.speed ? figure(cell.speed) : ""), value: (cell) => -cell.speed },
     { name: `h / ${atlas.tokens / 1e6}M tokens`, text: (cell) => (cell.hours ? figure(cell.hours) : ""), value: (cell) => cell.hours ?? Infinity },
+    { name: "longest", text: (cell) => (cell.longest ? figure(cell.longest) : ""), value: (cell) => -cell.longest },
   ];
 
   function wanted(text) {
