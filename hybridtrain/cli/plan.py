@@ -234,7 +234,7 @@ def fit(
         seq: Tokens per sequence; default: 2048, or the model's maximum if that is less.
         tokens_per_step: Tokens per optimizer step; default: 131072, rounded to whole sequences.
         tokens: Tokens in the data set; for the hours.
-        method: full (at each level of exactness), lora, qlora; with commas between them.
+        method: full (at each level of exactness, or the name of one), lora, qlora; with commas between them.
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
         world: Number of cards; optimizer state is sharded among them if the optimizer allows it (ZeRO).
         solve: Find the largest micro-batch (batch), the longest sequence (seq), the smallest card of the catalogue

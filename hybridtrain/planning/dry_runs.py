@@ -31,6 +31,10 @@ if TYPE_CHECKING:  # a plan without a cycle does not depend on what makes one
     from hybridtrain.hybrid.config import HybridConfig
 
 
+_BYTES_PER_TOKEN = 2 * 8
+"""Itself and its target, as int64."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun(CardRun):
     """The figures of a dry run. Bytes are ``planned``, times are ``estimated``."""
@@ -115,6 +119,21 @@ def record_steps(
             ledger.begin_step()
             runner.advance(lambda _, chosen=step_batches: chosen)  # type: ignore[misc]
     return ledger.trace()
+
+
+def on_card(run: DryRun, card: Card, host: Host) -> DryRun:
+    """Return the dry run of one rank as it is on another card, with cuBLAS workspaces of the same size."""
+    capacity, workspace = card.allocator_capacity_bytes, card.cublas_workspace_bytes
+    fits = max(step.reserved_bytes for step in run.uncapped.steps) <= capacity
+    capped = run.uncapped if fits else replay_trace(
+        run.trace, workspace_bytes=workspace, capacity_bytes=capacity, repeats=SETTLING_STEPS
+    )  # fmt: skip
+    last = len(run.trace.steps) - 1
+    time = estimate_step(
+        run.trace.step_ops(last), card, upload_bytes=_BYTES_PER_TOKEN * run.tokens_per_step,
+        first=run.trace.steps[last].op, host=host,
+    )  # fmt: skip
+    return replace(run, card=card, host=host, capped=capped, time=time)
 
 
 def cycle_config() -> "HybridConfig":

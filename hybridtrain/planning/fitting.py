@@ -6,7 +6,7 @@ bytes on the card. A full dry run of every block is made on request (``confirmed
 of full training: the most exact that is not much slower.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, floor
@@ -128,7 +128,7 @@ class TrainingOption:
 def fit(
     request: FitRequest,
     *,
-    methods: Sequence[Method] = METHODS,
+    methods: Sequence[str] = METHODS,
     free_share: float = MARGIN_SHARE,
     on_try: Callable[[str], None] = lambda _text: None,
     is_exhaustive: bool = False,
@@ -137,18 +137,19 @@ def fit(
     """Return an option for each precision: those that fit, the fastest first, then the others, the smallest first.
 
     The method ``full`` trains all parameters, at each level of ``candidates.LEVELS``; ``lora`` and ``qlora`` train
-    adapters. Every option has the micro-batch size that is fastest, of those within 2 % the one that offloads least.
+    adapters. A name of a precision asks for that alone. Every option has the micro-batch size that is fastest, of those
+    within 2 % the one that offloads least.
     ``free_share`` of the card's bytes stays free. ``on_try`` receives a line before each short run. ``is_exhaustive``
     tries disk too where host memory has room. ``runs`` are shared by requests that differ in card, host or length.
     """
     search = _search(request, free_share, on_try, runs, is_exhaustive)
-    return in_order([search.option(method, level) for method in methods for level in levels_of(method)])
+    return in_order([search.option(method, level) for method, level in precisions(methods)])
 
 
 def least(
     request: FitRequest,
     *,
-    methods: Sequence[Method] = METHODS,
+    methods: Sequence[str] = METHODS,
     free_share: float = MARGIN_SHARE,
     runs: ShortRuns | None = None,
 ) -> tuple[TrainingOption, ...]:
@@ -158,7 +159,7 @@ def least(
     offloaded. Arguments are those of ``fit``.
     """
     search = _search(request, free_share, lambda _text: None, runs, False)
-    options = [search.least(method, level) for method in methods for level in levels_of(method)]
+    options = [search.least(method, level) for method, level in precisions(methods)]
     return smallest_first(options)
 
 
@@ -204,40 +205,68 @@ def confirmed(
 ) -> TrainingOption:
     """Return an option after a full dry run, with fewer kept blocks where the short run kept too many.
 
+    ``leaves_margin`` keeps the range of reserved bytes free too.
+    """
+    while True:
+        run = request.run(few_micro_batches(option.candidate))
+        whole = after_run(request, option, run, free_share=free_share, leaves_margin=leaves_margin)
+        if whole.fits or not whole.candidate.keep_last:
+            return whole
+        option = with_fewer_kept(request, whole, free_share=free_share)
+
+
+def with_fewer_kept(request: FitRequest, option: TrainingOption, *, free_share: float = MARGIN_SHARE) -> TrainingOption:
+    """Return an option that its full dry run did not fit, with as many kept blocks as may."""
+    candidate = option.candidate
+    over = option.device_bytes + option.margin_bytes - (1 - free_share) * request.card.memory_bytes
+    fewer = ceil(over / max(1.0, candidate.kept_bytes)) if over > 0 else 1
+    return replace(option, candidate=replace(candidate, keep_last=max(0, candidate.keep_last - max(1, fewer))))
+
+
+def few_micro_batches(candidate: Candidate) -> Candidate:
+    """Return a candidate with the micro-batches that its full dry run has."""
+    few = min(candidate.num_micro_batches, _CONFIRMED_MICRO_BATCHES + (candidate.world > 1))
+    return replace(candidate, num_micro_batches=few)
+
+
+def after_run(
+    request: FitRequest, option: TrainingOption, run: DryRun, *, free_share: float = MARGIN_SHARE,
+    leaves_margin: bool = False,
+) -> TrainingOption:  # fmt: skip
+    """Return an option after its full dry run, of ``few_micro_batches``.
+
     Of more than two micro-batches the first two are run. Others take as long as the second, and their bytes on card
-    and host are arithmetic: tokens, and where all pass a block together its inputs. ``leaves_margin`` keeps the range
-    of reserved bytes free too.
+    and host are arithmetic: tokens, and where all pass a block together its inputs.
     """
     capacity, machine = (1 - free_share) * request.card.memory_bytes, request.rank_host
-    candidate = option.candidate
+    candidate, few = option.candidate, few_micro_batches(option.candidate).num_micro_batches
     fuses, count = candidate.arrangement.fuses, candidate.num_micro_batches
-    few = min(count, _CONFIRMED_MICRO_BATCHES + (candidate.world > 1))
-    while True:
-        run = request.run(replace(candidate, num_micro_batches=few))
-        all_of_them = arithmetic(request, request.model, candidate)
-        those_run = arithmetic(request, request.model, replace(candidate, num_micro_batches=few))
-        batches = (count - few) * batch_bytes(request, candidate)
-        device = run.device_used_bytes + batches + all_of_them.card - those_run.card
-        margin = _margin_bytes(run) if leaves_margin else 0
-        host = run.host_peak_bytes + all_of_them.host - those_run.host
-        fits_host = host <= machine.tensor_bytes and run.disk_peak_bytes <= machine.disk_bytes
-        fits = run.fits and device + margin <= capacity and fits_host
-        if fits or not candidate.keep_last:
-            seconds = run.time.seconds + (count - few) * (
-                run.time.seconds / few if fuses else typical_pass_seconds(run, candidate)
-            )
-            return replace(
-                option, candidate=candidate, device_bytes=device, host_bytes=host, disk_bytes=run.disk_peak_bytes,
-                tokens_per_s=request.tokens_per_step / seconds, bound=run.bound, run=run, fits=fits,
-                micro_batches_run=few, margin_bytes=margin,
-            )  # fmt: skip
-        fewer = ceil((device + margin - capacity) / max(1.0, candidate.kept_bytes)) if device + margin > capacity else 1
-        candidate = replace(candidate, keep_last=max(0, candidate.keep_last - max(1, fewer)))
+    all_of_them = arithmetic(request, request.model, candidate)
+    those_run = arithmetic(request, request.model, replace(candidate, num_micro_batches=few))
+    batches = (count - few) * batch_bytes(request, candidate)
+    device = run.device_used_bytes + batches + all_of_them.card - those_run.card
+    margin = _margin_bytes(run) if leaves_margin else 0
+    host = run.host_peak_bytes + all_of_them.host - those_run.host
+    fits_host = host <= machine.tensor_bytes and run.disk_peak_bytes <= machine.disk_bytes
+    seconds = run.time.seconds + (count - few) * (
+        run.time.seconds / few if fuses else typical_pass_seconds(run, candidate)
+    )
+    return replace(
+        option, device_bytes=device, host_bytes=host, disk_bytes=run.disk_peak_bytes,
+        tokens_per_s=request.tokens_per_step / seconds, bound=run.bound, run=run,
+        fits=run.fits and device + margin <= capacity and fits_host, micro_batches_run=few, margin_bytes=margin,
+    )  # fmt: skip
 
 
 def _margin_bytes(run: DryRun) -> int:
     workspace = run.card.cublas_workspace_bytes
     return reserved_range(run.trace, workspace_bytes=workspace, repeats=SETTLING_STEPS, with_lengths=False).margin_bytes
+
+
+def precisions(names: Collection[str]) -> list[tuple[Method, Numerics]]:
+    """Return what names of methods, or of single precisions, ask for; the most exact first."""
+    every = [(method, level) for method in METHODS for level in levels_of(method)]
+    return [(method, level) for method, level in every if method in names or level.name in names]
 
 
 def levels_of(method: Method) -> tuple[Numerics, ...]:

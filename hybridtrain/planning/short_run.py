@@ -295,7 +295,7 @@ def arithmetic(request: FitRequest, model: ModelConfig, candidate: Candidate, *,
     return _arithmetic(request.seq_len, model, replace(candidate, kept_bytes=0.0, tokens_per_s=0.0), has_state)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def _arithmetic(seq_len: int, model: ModelConfig, candidate: Candidate, has_state: bool) -> PlanBytes:
     plan = compose(candidate.optimizations())
     workload = Workload(micro_batch_size=candidate.micro_batch_size, seq_len=seq_len)

@@ -6,7 +6,7 @@ does not; reserved bytes are rounded, so that a point beyond may fit by chance. 
 A step has the tokens of the request, in two micro-batches at least, so that gradients wait for the second.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal, get_args
@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from hybridtrain.models.model_config import MOST_TOKENS
 from hybridtrain.planning.candidates import Arrangement, Candidate, FitRequest, Numerics
 from hybridtrain.planning.dry_runs import Demand
-from hybridtrain.planning.fitting import METHODS, Method, TrainingOption, levels_of, tiers_of
+from hybridtrain.planning.fitting import METHODS, Method, TrainingOption, levels_of, precisions, tiers_of
 from hybridtrain.planning.plan_bytes import PlanBytes
 from hybridtrain.planning.short_run import ShortRuns, arithmetic, batch_bytes
 from hybridtrain.units import MIB, format_bytes
@@ -38,8 +38,6 @@ _CLASS_NAMES = {
     TensorClass.OPTIM_STATE: "optimizer state", TensorClass.BOUNDARY: "block inputs",
     TensorClass.ACTIVATION: "activations", TensorClass.WORKSPACE: "workspaces",
 }  # fmt: skip
-_MOST_NAMED = 3
-"""Holders in a reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,9 @@ class Solution:
     is_planned: bool
     """Whether full dry runs fit here and not at the next point."""
     limit: str
-    """What the next point lacks, and who holds most of it; or the end of the grid."""
+    """What the next point lacks, or why there is none."""
+    holders: tuple[tuple[str, float], ...] = ()
+    """Of the memory that is too small at the next point: name and bytes, the largest first; empty without a dry run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def solve(
     request: FitRequest,
     quantity: Quantity,
     *,
-    methods: Sequence[Method] = METHODS,
+    methods: Sequence[str] = METHODS,
     free_share: float = MARGIN_SHARE,
     plans: bool = True,
     runs: ShortRuns | None = None,
@@ -99,10 +99,9 @@ def solve(
     """
     solver = _Solver(_axis(request, quantity, free_share), free_share, runs or ShortRuns(), plans)
     found = list[Solved]()
-    for method in methods:
-        for level in levels_of(method):
-            on_try(level.name)
-            found.append(solver.solved(method, level))
+    for method, level in precisions(methods):
+        on_try(level.name)
+        found.append(solver.solved(method, level))
     return tuple(sorted(found, key=_order))
 
 
@@ -116,14 +115,19 @@ def _order(solved: Solved) -> tuple[bool, int, bool, float]:
 
 
 def longest_sequence(
-    request: FitRequest, method: Method, level: Numerics | None = None, *, free_share: float = MARGIN_SHARE,
-    plans: bool = False, runs: ShortRuns | None = None,
+    request: FitRequest, method: Method, level: Numerics | None = None, *, lengths: Sequence[int] = (),
+    free_share: float = MARGIN_SHARE, plans: bool = False, runs: ShortRuns | None = None,
+    demands: dict[Hashable, Demand] | None = None,
 ) -> Solution | None:  # fmt: skip
     """Return the longest sequence that one precision of a method trains on the request's card; None: not even 128.
 
-    Without ``level`` it is the method's most exact. ``runs`` may be shared with other cards and lengths.
+    Without ``level`` it is the method's most exact. ``lengths``, rising, are tried in place of the multiples of 128.
+    ``runs`` may be shared with other cards and lengths, and so may the full dry runs, ``demands``, of one model.
     """
-    solver = _Solver(_axis(request, "seq", free_share), free_share, runs or ShortRuns(), plans)
+    solver = _Solver(
+        _axis(request, "seq", free_share, lengths), free_share, runs or ShortRuns(), plans,
+        {} if demands is None else demands,
+    )  # fmt: skip
     return solver.solved(method, level or levels_of(method)[0]).best
 
 
@@ -140,21 +144,21 @@ class _Axis:
     """Why there is no point beyond the last."""
 
 
-def _axis(request: FitRequest, quantity: Quantity, free_share: float) -> _Axis:
+def _axis(request: FitRequest, quantity: Quantity, free_share: float, lengths: Sequence[int] = ()) -> _Axis:
     if quantity == "batch":
         most = MOST_TOKENS // request.seq_len // _MICRO_BATCHES // request.world.size
         end = f"a step takes at most {MOST_TOKENS} tokens"
         return _Axis(quantity, max(1, most), lambda i: (request, i), lambda i: i, end)
     if quantity == "seq":
         most = request.model.max_seq_len
-
-        def length(i: int) -> int:
-            return min(i * SEQ_STEP, most)
+        tried = lengths or [*range(SEQ_STEP, most, SEQ_STEP), most]
 
         def with_length(i: int) -> tuple[FitRequest, int]:
-            return replace(request, seq_len=length(i)), 1
+            return replace(request, seq_len=tried[i - 1]), 1
 
-        return _Axis(quantity, ceil(most / SEQ_STEP), with_length, length, f"the model's positions ({most})")
+        return _Axis(
+            quantity, len(tried), with_length, lambda i: tried[i - 1], f"the model's positions ({most})"
+        )  # fmt: skip
     if quantity == "card":
 
         def room(card: Card) -> float:
@@ -260,22 +264,21 @@ class _Search:
             fits=True, tokens_per_s=whole.tokens_per_step / short.seconds(0), bound=short.bound(0),
         )  # fmt: skip
         axis = solver.axis
+        limit, holders = (axis.end, ()) if i == axis.count else self._limit(i + 1)
         return Solution(
             quantity=axis.quantity, value=axis.value(i), option=option, request=whole, is_planned=solver.plans,
-            limit=axis.end if i == axis.count else self._limit(i + 1),
+            limit=limit, holders=holders,
         )  # fmt: skip
 
-    def _limit(self, i: int) -> str:
-        """Return what a point lacks that does not fit, and who holds most of it."""
+    def _limit(self, i: int) -> tuple[str, tuple[tuple[str, float], ...]]:
+        """Return what a point lacks that does not fit, and who holds that memory."""
         plans, (asked, _) = self.solver.plans, self._at(i)
         over = self._over(asked, self._planned(i) if plans else self._estimated(i))
         place = max(over, key=lambda name: over[name])
         told = f"{place} {format_bytes(over[place])} short"
         if not plans or place == "disk":
-            return told
-        holders = card_holders if place == "card" else host_holders
-        held = holders(self._demand(i))[:_MOST_NAMED]
-        return f"{told}: {', '.join(f'{name} {format_bytes(size)}' for name, size in held)}"
+            return told, ()
+        return told, card_holders(self._demand(i)) if place == "card" else host_holders(self._demand(i))
 
     def _at(self, i: int) -> tuple[FitRequest, Candidate]:
         request, size = self.solver.axis.at(i)
@@ -341,20 +344,23 @@ class _Search:
         return PlanBytes(card=more * card, host=more * (three.host - two.host), disk=more * (three.disk - two.disk))
 
 
-def card_holders(demand: Demand) -> list[tuple[str, float]]:
+def card_holders(demand: Demand) -> tuple[tuple[str, float], ...]:
     """Return who holds the reserved bytes of the card at their peak, the largest first."""
-    held = dict[str, float](fragments=demand.reserved_bytes - demand.peak.allocated_bytes)
+    held = {"reserved but unallocated": float(demand.reserved_bytes - demand.peak.allocated_bytes)}
     for (tensor_class, unit), size in demand.peak.by_unit.items():
         is_loss = tensor_class is TensorClass.ACTIVATION and unit == "head"
         name = "logits of the loss" if is_loss else _CLASS_NAMES[tensor_class]
-        held[name] = held.get(name, 0) + size
-    return sorted(((name, size) for name, size in held.items() if size), key=lambda item: -item[1])
+        held[name] = held.get(name, 0.0) + size
+    return _largest_first(held)
 
 
-def host_holders(demand: Demand) -> list[tuple[str, float]]:
+def host_holders(demand: Demand) -> tuple[tuple[str, float], ...]:
     """Return who holds the bytes of host memory, the largest first."""
-    held = ((_CLASS_NAMES[tensor_class], float(size)) for tensor_class, size in demand.host_by_class.items() if size)
-    return sorted(held, key=lambda item: -item[1])
+    return _largest_first({_CLASS_NAMES[name]: float(size) for name, size in demand.host_by_class.items()})
+
+
+def _largest_first(held: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(((name, size) for name, size in held.items() if size), key=lambda item: -item[1]))
 
 
 def largest(count: int, over: Callable[[int], float], hint: Callable[[int], float], start: int) -> int:

@@ -29,12 +29,11 @@ from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.reports.fit_files import stack_of, train_path, weights_folder, write_files
-from hybridtrain.reports.fit_text import PERCENT, chosen_methods, columns, free_share, short_name
+from hybridtrain.reports.fit_text import PERCENT, chosen_methods, columns, free_share, in_blocks, short_name
 from hybridtrain.stacks import RESULTS, evidence_folder
 from hybridtrain.units import format_bytes, format_count, to_gib
 from hybridtrain.virtual_gpu.cards.card import CardLimit, FitVerdict
 
-_MOST_LINES = 25
 _MOST_CONFIRMED = 2
 """Options with a full dry run: the first one, and another where that turned out not to fit."""
 _LEGEND = """\
@@ -156,9 +155,7 @@ class FitReport:
             [line for told in self._quality_lines(shown) for line in wrap(told, width, subsequent_indent="    ")],
             [line for told in self._notes() for line in wrap(told, width, break_on_hyphens=False)],
         ]
-        spare = _MOST_LINES - sum(map(len, blocks))
-        lines = [line for i, block in enumerate(blocks) for line in (*([""] if 0 < i <= spare else []), *block)]
-        return "\n".join([*lines, *(["", *self._explained()] if self.explains else [])])
+        return "\n".join([in_blocks(blocks), *(["", *self._explained()] if self.explains else [])])
 
     def _answer(self, width: int) -> list[str]:
         fastest, smallest, best = self.options[0], self.smallest[0], best_option(self.options)

@@ -1,15 +1,15 @@
 """What the views of ``hybridtrain fit`` share: a table, names of cards, and the options that all of them read."""
 
 from collections.abc import Sequence
-from typing import cast
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.planning.fitting import METHODS, Method
+from hybridtrain.planning.fitting import METHODS, precisions
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, Card
 
 PERCENT = 100
 WIDEST = 120
 """Columns of an answer, at most."""
+_MOST_LINES = 25
 _TEXT_COLUMNS = 2
 
 
@@ -25,17 +25,26 @@ def columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def in_blocks(blocks: Sequence[Sequence[str]]) -> str:
+    """Return lines in blocks, an empty line before as many as leave no more than 25 lines."""
+    spare = _MOST_LINES - sum(map(len, blocks))
+    return "\n".join(line for i, block in enumerate(blocks) for line in (*([""] if 0 < i <= spare else []), *block))
+
+
 def short_name(card: Card) -> str:
     """Return a card's name without the vendor's."""
     return card.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
-def chosen_methods(names: Sequence[str]) -> list[Method]:
-    """Return methods by name, each once; raises ``ConfigError``."""
-    faults = [f"'{name}' must be one of {', '.join(METHODS)}" for name in names if name not in METHODS]
+def chosen_methods(names: Sequence[str]) -> Sequence[str]:
+    """Return names of methods and precisions as they are; raises ``ConfigError``."""
+    known = {*METHODS, *(level.name for _, level in precisions(METHODS))}
+    levels = ", ".join(level.name for _, level in precisions(["full"]))
+    allowed = f"{', '.join(METHODS)}, or a precision of full: {levels}"
+    faults = [f"'{name}' must be one of {allowed}" for name in names if name not in known]
     if faults:
         raise ConfigError("--method", faults)
-    return cast("list[Method]", list(dict.fromkeys(names)))
+    return names
 
 
 def free_share(margin: float | None) -> float:

@@ -10,7 +10,7 @@ from hybridtrain.planning.fitting import METHODS
 from hybridtrain.planning.solving import SEQ_STEP, Quantity, Solution, Solved, solve
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.fit_arguments import FitArguments
-from hybridtrain.reports.fit_text import PERCENT, chosen_methods, columns, free_share, short_name
+from hybridtrain.reports.fit_text import PERCENT, chosen_methods, columns, free_share, in_blocks, short_name
 from hybridtrain.units import format_bytes, to_gib
 
 _ASKED: dict[Quantity, str] = {
@@ -18,10 +18,10 @@ _ASKED: dict[Quantity, str] = {
 }  # fmt: skip
 _HEADS: dict[Quantity, str] = {"batch": "sequences", "seq": "tokens", "card": "card", "host": "GiB of host"}
 _RULES: dict[Quantity, str] = {
-    "batch": "Any number of sequences is tried",
-    "seq": f"Multiples of {SEQ_STEP} tokens are tried, micro-batches of 1",
-    "card": "All cards of the catalogue are tried, micro-batches of 1",
-    "host": "Whole GiB for tensors are tried, micro-batches of 1",
+    "batch": "Any number of sequences",
+    "seq": f"Multiples of {SEQ_STEP} tokens, micro-batches of 1",
+    "card": "All cards of the catalogue, micro-batches of 1",
+    "host": "Whole GiB for tensors, micro-batches of 1",
 }
 _ANY_CARD = "rtx-4090"
 """In a request whose card is sought."""
@@ -75,7 +75,8 @@ class SolveReport:
             "micro_batch_size": option.candidate.micro_batch_size, "seq_len": solution.request.seq_len,
             "device_used_bytes": round(option.device_bytes), "host_peak_bytes": round(ranks * option.host_bytes),
             "disk_peak_bytes": round(ranks * option.disk_bytes), "tokens_per_s": option.tokens_per_s,
-            "limit": solution.limit, "evidence": {"memory": self._evidence(solution), "time": "estimated"},
+            "limit": solution.limit, "holders": {name: round(size) for name, size in solution.holders},
+            "evidence": {"memory": self._evidence(solution), "time": "estimated"},
         }  # fmt: skip
 
     @staticmethod
@@ -84,15 +85,14 @@ class SolveReport:
 
     def as_text(self, width: int = 100) -> str:
         """Return the same for a reader, in lines of so many columns."""
-        asked = _ASKED[self.quantity]
-        best = self.solved[0].best
+        asked, best = _ASKED[self.quantity], self.solved[0].best
         if best is None:
             first = f"{asked}: none; no method fits. Take other methods, a smaller --seq, or more --host-memory."
             return "\n".join([*wrap(first, width), *self._notes(width)])
-        offload = best.option.candidate.arrangement.offload
-        placed = "no offload" if offload == "none" else offload
+        arrangement = best.option.candidate.arrangement
+        placed = "no offload" if arrangement.is_resident else arrangement.offload
         first = f"{asked}: {self._told(best)} ({self.solved[0].level.label}, {placed})."
-        return "\n".join([*wrap(first, width), "", *self._table(width), "", *self._limits(width), *self._notes(width)])
+        return in_blocks([wrap(first, width), self._table(width), self._limits(width), self._notes(width)])
 
     def _told(self, solution: Solution) -> str:
         if self.quantity == "card":
@@ -135,38 +135,45 @@ class SolveReport:
         )
 
     def _limits(self, width: int) -> list[str]:
-        by_limit = dict[str, list[str]]()
+        by_limit = dict[tuple[str, ...], list[str]]()
         for each in self.solved:
             if each.best is not None:
-                by_limit.setdefault(each.best.limit, []).append(each.level.label)
-        told = [f"  {'; '.join(labels)}: {limit}" for limit, labels in by_limit.items()]
-        if len(by_limit) == 1:
-            told = [f"  all: {limit}" for limit in by_limit]
-        lines = [line for text in told for line in wrap(text, width, subsequent_indent="    ")]
-        return ["Limit, and who holds most at the next value:", *lines]
+                by_limit.setdefault(_limits_told(each.best), []).append(each.level.label)
+        lines = ["Limit, and who holds most at the next value:"]
+        for limits, labels in by_limit.items():
+            head = "all" if len(by_limit) == 1 else "; ".join(labels)
+            told = [f"  {head}: {limit}" for limit in limits]
+            lines += wrap(next((one for one in told if len(one) <= width), told[-1]), width, subsequent_indent="    ")
+        return lines
 
     def _notes(self, width: int) -> list[str]:
         request, asked = self.request, list[str]()
         if self.quantity != "seq":
-            asked.append(f"{request.seq_len} tokens a sequence")
-        asked.append(f"{request.tokens_per_step} tokens a step")
-        if self.quantity == "card":
-            asked.append(f"{request.world.size} of the card" if request.world.size > 1 else "one card")
-        else:
-            cards = "" if request.world.size == 1 else f"{request.world.size} x "
-            asked.append(f"{cards}{short_name(request.card)}, {to_gib(request.card.memory_bytes):.2f} GiB")
+            asked.append(f"{request.seq_len} tokens")
+        asked.append(f"{request.tokens_per_step} tokens/step")
+        world, free = request.world.size, f"{self.free_percent:g} % free"
+        cards = "" if world == 1 else f"{world} x "
+        memory = f"{short_name(request.card)}: {to_gib(request.card.memory_bytes):.2f} GiB"
+        places = [f"{cards}any card, {free}" if self.quantity == "card" else f"{cards}{memory}, {free}"]
         if self.quantity != "host":
-            asked.append(f"host {format_bytes(request.host.tensor_bytes)}")
+            places.append(f"host: {format_bytes(request.host.tensor_bytes)}")
         found = [each.best for each in self.solved if each.best is not None]
-        planned = "full dry runs fit here and not at the next value"
-        how = planned if all(each.is_planned for each in found) else "bytes are extrapolated (~)"
-        errors = f"{TIME_ERROR:.0%} off, {WAITING_ERROR:.0%} if copies bind"
-        free = f"{self.free_percent:g} % of the card stay free"
+        is_planned = all(each.is_planned for each in found)
+        how = "planned on both sides of the limit" if is_planned else "bytes are extrapolated (~)"
         told = (
-            f"{_RULES[self.quantity]}; all activations recomputed; {how}.",
-            f"{self.arguments.model}, {', '.join(asked)}; {free}. Speeds are estimated: {errors}.",
+            f"{_RULES[self.quantity]}, all recomputed; {how}.",
+            f"{self.arguments.model}, {', '.join(asked)}; {'; '.join(places)}.",
+            f"Speeds: estimated, {TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind.",
         )
         return [line for text in told for line in wrap(text, width)]
+
+
+def _limits_told(solution: Solution) -> tuple[str, ...]:
+    """Return a limit with its three largest holders, and in shorter forms."""
+    held = [f"{name} {format_bytes(size)}" for name, size in solution.holders]
+    return *(
+        f"{solution.limit}: {', '.join(held[:count])}" for count in (3, 2, 1) if count <= len(held)
+    ), solution.limit
 
 
 def solve_command(

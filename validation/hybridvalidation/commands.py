@@ -54,8 +54,9 @@ def gate(
     Example: hybridtrain gate 1b-16gb
 
     Args:
-        names: Scenarios (default: all), or: recorded and peers (other trainers, if installed; one file: recorded/peft),
-            kernels (Triton kernels compiled for every card; one card: kernels/sm_89).
+        names: Scenarios (default: all, and atlas: a few of its cells), or: recorded and peers (other trainers, if
+            installed; one file: recorded/peft), kernels (Triton kernels compiled for every card; one card:
+            kernels/sm_89).
         accept: Accept today's figures: a new record replaces the previous one.
         reason: Reason for changed figures, stored in the new records; --accept requires it to replace figures.
         jobs: Parallel processes; default: one per core.
@@ -525,6 +526,51 @@ def peers(
     return Answer(text="\n".join([text, *names_of(paths)]), content=rows)
 
 
+def atlas(
+    *models: ModelName,
+    record: Flag = False,
+    jobs: Count = 1,
+    max_runs: Count | None = None,
+    common: Recorded = RECORDED,
+) -> Answer:
+    """Show the smallest card for each model and method, from committed records.
+
+    Example: hybridtrain atlas llama-3.1-8b qwen3-8b
+
+    Args:
+        models: Default: all of scenarios/atlas/atlas.toml. With --json, every cell of the named ones.
+        record: Fit what has no record yet on every card, run the commands of some cells again, append both to the
+            records and rebuild the page. The same command goes on after an interruption.
+        jobs: Models at a time.
+        max_runs: Stop after so many models or commands.
+    """
+    from hybridtrain.config.encode import encode
+    from hybridtrain.errors import ConfigError, unknown_name
+    from hybridvalidation.experiments.atlas import read_atlas, read_atlas_file
+    from hybridvalidation.experiments.atlas_runs import make_atlas
+    from hybridvalidation.show.pages.atlas import atlas_text
+    from hybridvalidation.show.report import write_pages
+
+    files = _files(common.scenarios)
+    known = [model.name for model in read_atlas_file(files.folder).models]
+    if faults := [unknown_name("model of the atlas", name, known) for name in models if name not in known]:
+        raise ConfigError("atlas", faults)
+    if record:
+        make_atlas(files.folder, common.records, models=models, width=jobs, max_runs=max_runs, say=common.note)
+    found = read_atlas(files.folder, common.records)
+    if found is None:
+        raise ConfigError(
+            "atlas", [f"{common.records}: no records of the atlas; make them: hybridtrain atlas --record"]
+        )
+    paths = write_pages("atlas", files, common.results) if record else []
+    shown = found.of(models or known)
+    cells = [encode(cell) | {"command": cell.command} for one in shown.records.values() for cell in one.cells()]
+    return Answer(
+        text="\n".join([atlas_text(shown, TERMINAL), *names_of(paths)]),
+        content={"models": list(shown.records), "cells": cells if models else [], "files": names_of(paths)},
+    )
+
+
 _BUDGETS = {"peak_vram_gib": GIB, "peak_vram_gb": GB}
 """Metrics that limit the card's memory, with their units."""
 
@@ -559,7 +605,7 @@ def stated_budget(scenario: "Scenario", targets: Mapping[str, "Target"]) -> int 
 EXTENSION = Extension(
     verbs={
         "validate": validate, "execute": execute, "evidence": evidence, "bench": bench, "study": study,
-        "recorded": recorded, "peers": peers, "gate": gate, "report": report, "records": records,
+        "recorded": recorded, "peers": peers, "atlas": atlas, "gate": gate, "report": report, "records": records,
         "snapshots": snapshots,
     },
     names={

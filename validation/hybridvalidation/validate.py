@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybridtrain.errors import ConfigError, RecordError
 from hybridtrain.run.environment import uncommitted_files
+from hybridvalidation.experiments.atlas import prune_atlas
 from hybridvalidation.experiments.stack_runs import ScenarioRun, run_from_records, run_scenario
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.records.verification import VERIFIED
@@ -96,13 +97,13 @@ def other_records(files: ScenarioFiles, results: Path) -> list[str]:
 
 
 def prune_records(files: ScenarioFiles, names: Sequence[str], results: Path) -> int:
-    """Delete all records that no table shows any more; return their number."""
+    """Delete all records of scenarios and of the atlas that no table shows any more; return their number."""
     store, count = RecordStore(results / "records"), 0
     for name in names:
         scenario = files.scenario(name)
         run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
         count += store.prune(scenario.name, list(run.records.values()))
-    return count
+    return count + prune_atlas(results / "records")
 
 
 def _check_committed() -> None:

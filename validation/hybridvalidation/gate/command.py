@@ -9,6 +9,8 @@ from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError
 from hybridtrain.progress import progress_bar
 from hybridvalidation.gate import kernel_gate
+from hybridvalidation.gate.atlas import NAME as ATLAS
+from hybridvalidation.gate.atlas import compare_atlas, read_cells
 from hybridvalidation.gate.baseline_file import write_baseline
 from hybridvalidation.gate.gate import Comparison, Finding, GateExit, Order, annotation, markdown_table, worst_exit
 from hybridvalidation.gate.kernel_gate import run_kernel_gate
@@ -78,9 +80,9 @@ def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
     """
     names_of_others = [name for name in order.names if name.partition("/")[0] in NAMES]
     names_of_kernels = [name for name in order.names if name.partition("/")[0] == kernel_gate.NAME]
-    scenarios = [name for name in order.names if name not in {*names_of_kernels, *names_of_others}]
+    scenarios = [name for name in order.names if name not in {*names_of_kernels, *names_of_others, ATLAS}]
     capabilities = kernel_gate.capabilities_of(names_of_kernels)
-    others = read_others(files, names_of_others, results)
+    others, atlas = read_others(files, names_of_others, results), read_cells(files, order, results)
     plans = read_plans(files, scenarios if order.names else files.scenario_names(), results)
     is_kept = any(found.records for found in plans) or any(plan.recorded is not None for plan in others)
     is_kept |= bool(capabilities) and kernel_gate.baseline_path(results).exists()
@@ -89,6 +91,7 @@ def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
         raise ConfigError("gate --accept", [fault])
     parts = [compare_plans(files, plans, order, results)] if plans else []
     parts += [compare_others(others, order)] if others else []
+    parts += [compare_atlas(atlas, order)] if atlas is not None else []
     parts += [_compare_kernels(capabilities, order, results)] if capabilities else []
     findings = [finding for part in parts for finding in part.findings]
     written = [path for part in parts for path in part.written]

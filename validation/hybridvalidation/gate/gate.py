@@ -45,7 +45,8 @@ class Order:
     """Subjects to compare, and how to handle differences."""
 
     names: tuple[str, ...] = ()
-    """Scenarios, ``recorded``, ``peers``, ``kernels``, or a part of these (``recorded/peft``); empty: all scenarios."""
+    """Scenarios, ``recorded``, ``peers``, ``kernels``, a part of these (``recorded/peft``), ``atlas``; empty: all
+    scenarios and the atlas."""
     accept: bool = False
     """Whether to accept the new figures."""
     reason: str = ""

@@ -45,12 +45,7 @@ class RecordStore:
 
     def prune(self, scenario: str, keep: Sequence[StackRun]) -> int:
         """Delete all other records of a scenario; return their number. Only on the user's request."""
-        records = self.read(scenario)
-        kept = [record for record in records if record in keep]
-        if len(kept) < len(records):
-            with _locked(self._path(scenario)):
-                replace_file(self._path(scenario), "".join(to_json(record) + "\n" for record in kept).encode())
-        return len(records) - len(kept)
+        return keep_lines(self._path(scenario), StackRun, keep)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
@@ -99,6 +94,16 @@ def _records(content: bytes, path: Path, cls: type) -> tuple[Any, ...]:
     """Return the records of a file's content, which a report asks for many times."""
     lines = content[: len(content) - len(_torn(content))].removesuffix(b"\n").split(b"\n")
     return tuple(_decode(path, number, line, cls) for number, line in enumerate(lines, 1) if lines != [b""])
+
+
+def keep_lines(path: Path, cls: type[T], keep: Sequence[T]) -> int:
+    """Delete all other records of a file; return their number."""
+    records = read_lines(path, cls)
+    kept = [record for record in records if record in keep]
+    if len(kept) < len(records):
+        with _locked(path):
+            replace_file(path, "".join(to_json(record) + "\n" for record in kept).encode())
+    return len(records) - len(kept)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from hybridvalidation.experiments.atlas import Atlas, read_atlas
 from hybridvalidation.experiments.recorded import Row, read_planned, read_sources, rows_of
 from hybridvalidation.experiments.stack_runs import ScenarioRun, run_from_records
 from hybridvalidation.judge.verdict import Elsewhere
@@ -52,6 +53,11 @@ class Results:
     def published(self) -> list[Row]:
         """Figures that others measured, beside the planned ones."""
         return rows_of(read_sources(self.files.folder), read_planned(self.records))
+
+    @cached_property
+    def atlas(self) -> Atlas | None:
+        """Models on cards; None without records."""
+        return read_atlas(self.files.folder, self.records)
 
     def run(self, name: str) -> ScenarioRun:
         """Return a scenario with its newest records; nothing is run."""

@@ -18,6 +18,7 @@ from hybridvalidation.show.page import Page, png_name
 from hybridvalidation.show.report import all_pages
 from hybridvalidation.show.results import Results
 from hybridvalidation.show.scenario_pictures import with_memory
+from hybridvalidation.show.web.atlas import DATA_FILE, AtlasView, atlas_view
 from hybridvalidation.show.web.environment import environment_text
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def write_site(files: ScenarioFiles, folder_of_results: Path, folder: Path) -> l
     ]
     environment = Page(name="environment", group="Environment", text=environment_text(results.records))
     cards = [_card(run, results) for run in results.runs()]
-    return _Writer([*all_pages(results), environment, *notes], cards, results.folder / "plots", folder).write()
+    atlas = None if results.atlas is None else atlas_view(results.atlas)
+    pages = [*all_pages(results), environment, *notes]
+    return _Writer(pages, cards, atlas, results.folder / "plots", folder).write()
 
 
 def _card(run: ScenarioRun, results: Results) -> dict[str, object]:
@@ -67,9 +70,13 @@ def _card(run: ScenarioRun, results: Results) -> dict[str, object]:
 class _Writer:
     """Writes the pages and their assets."""
 
-    def __init__(self, pages: Sequence[Page], cards: Sequence[dict[str, object]], plots: Path, folder: Path) -> None:
+    def __init__(
+        self, pages: Sequence[Page], cards: Sequence[dict[str, object]], atlas: AtlasView | None, plots: Path,
+        folder: Path,
+    ) -> None:  # fmt: skip
         from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  of an extra
 
+        self._atlas = atlas
         self._pages, self._cards, self._plots, self._folder = pages, cards, plots, folder
         self._names = {page.name for page in pages}
         self._drawn = {name: content for page in pages for name, content in page.files.items()}
@@ -89,13 +96,15 @@ class _Writer:
         summaries = {name: self._summary(name) for name in ("recorded", "targets")}
         self._page(
             "index.html.jinja", "index", title="Does it fit your card, and how fast is it?", cards=self._cards,
-            atlas=None, summaries=summaries, time_error=f"{100 * TIME_ERROR:.0f} %",
+            atlas=self._atlas, summaries=summaries, time_error=f"{100 * TIME_ERROR:.0f} %",
         )  # fmt: skip
         self._page("scenarios.html.jinja", "scenarios", title="All scenarios", cards=self._cards)
         for page in self._pages:
             rendered = self._render(page)
             title = rendered.title or page.name
             self._page("page.html.jinja", page.name, title=title, about=rendered, pictures=page.pictures)
+        if self._atlas is not None:
+            self._add(DATA_FILE, self._atlas.script)
         for asset in sorted((_HERE / "assets").iterdir()):
             self._add(asset.name, asset.read_bytes())
         self._add("plotly.min.js", get_plotlyjs().encode())
