@@ -112,7 +112,7 @@ def crash() -> StackRun:
 def test_a_crash_of_a_worker_is_an_outcome_with_its_message(crash: StackRun) -> None:
     assert crash.outcome is Outcome.ERROR
     assert "worker ended with code 1: " in crash.message
-    assert "AssertionError: an accuracy job carries its specification" in crash.message
+    assert "AssertionError: an accuracy job without its specification" in crash.message
     assert (crash.kind, crash.scenario, crash.stack) == ("accuracy", "mine", "vanilla")
     assert (crash.memory, crash.accuracy, crash.measured) == (None, None, None)
     assert crash.duration_s > 0
