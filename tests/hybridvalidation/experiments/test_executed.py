@@ -347,7 +347,7 @@ def test_too_low_a_host_limit_is_told_before_anything_is_built(
 def test_memory_for_the_cards_tensors_is_asked_for_too(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute_run, "available_host_bytes", lambda: 100_000)
     assert command(*arguments()) == 1
-    assert "memory: an execution holds the card's tensors in this machine's memory too" in command.err
+    assert "card tensors included (planned)" in command.err
     assert "97.66 KiB are available" in command.err
 
 

@@ -117,7 +117,7 @@ def test_a_plan_of_another_recipe_does_not_count() -> None:
 
 
 def test_a_source_keeps_the_rules_of_a_fair_comparison() -> None:
-    with pytest.raises(ValueError, match=r"'a' is there twice\nruns: more than one has the role 'calibrate'"):
+    with pytest.raises(ValueError, match=r"id 'a' appears twice\nruns: more than one has the role 'calibrate'"):
         source(run("a", Role.CALIBRATE, x=1.0), run("a", Role.CALIBRATE, x=1.0))
     with pytest.raises(ValueError, match="why: missing"):
         run("a", Role.LEFT_OUT, x=1.0)

@@ -414,7 +414,7 @@ def test_a_record_names_a_commit_that_has_its_program(
     monkeypatch.setattr(validate_module, "uncommitted_files", lambda: ["hybridtrain/trainer.py"])
     before = results_of(copied)
     assert copied.run("validate", "mine", "--record", "--fresh") == 2
-    assert "hybridtrain/trainer.py: not committed" in capsys.readouterr().err
+    assert "hybridtrain/trainer.py: uncommitted" in capsys.readouterr().err
     assert results_of(copied) == before
 
 

@@ -74,8 +74,8 @@ def faults_of(**changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "start"),
     [
-        ({"rungs": [RUNG | {"seeds": [0, 1]}]}, "seeds, more_seeds: [0, 1] must have at least 3 different"),
-        ({"rungs": [RUNG | {"more_seeds": [2]}]}, "seeds, more_seeds: [0, 1, 2, 2] must name"),
+        ({"rungs": [RUNG | {"seeds": [0, 1]}]}, "seeds, more_seeds: [0, 1] must be at least 3 seeds"),
+        ({"rungs": [RUNG | {"more_seeds": [2]}]}, "seeds, more_seeds: [0, 1, 2, 2] must be at least 3 seeds"),
         ({"tuning_seed": 1}, "rungs: 'small' must not include the tuning seed (1)"),
         ({"rungs": [RUNG | {"warmup_steps": 12}]}, "warmup_steps: 12 must be below num_steps (12)"),
         ({"rungs": [RUNG | {"arms": ["nobody"]}]}, "rungs: 'small': "),

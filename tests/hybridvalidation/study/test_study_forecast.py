@@ -108,7 +108,7 @@ def test_a_process_that_fails_leaves_what_ended(tmp_path: Path, monkeypatch: pyt
             return replace(self._ended, answer=None, fault="no oracle") if seed == 1 else self._ended
 
     monkeypatch.setattr(study_forecast, "Child", Failing)
-    with pytest.raises(HybridTrainError, match=r"adamw .* seed 1 .* no record: .*oracle.*; finished runs are"):
+    with pytest.raises(HybridTrainError, match=r"adamw .* seed 1 .* failed: .*oracle.*; finished runs are"):
         score_study(study, with_losses(study), tmp_path, lambda _: None)
     assert [record.seed for record in read_forecasts(tmp_path)] == [0]
 

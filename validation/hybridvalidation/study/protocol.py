@@ -220,7 +220,7 @@ class StudyFile(Protocol):
         for method in self.methods:
             faults += self._method_faults(method)
         if self.largest_harm_pct is None and JUDGED not in names:
-            faults.append(f"methods: '{JUDGED}' is missing, which claims are about; add it, or set largest_harm_pct")
+            faults.append(f"methods: '{JUDGED}' is missing; the claims are about it, so add it or set largest_harm_pct")
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -675,7 +675,7 @@ def _size_faults(
 ) -> list[str]:
     faults = name_faults(size.name) + below_least(size, ("seq_len", "batch_size", "num_steps", *least_one))
     if len(size.seeds) < 3 or len(set(seeds)) < len(seeds):
-        faults.append(f"{label}: {list(seeds)} must have at least 3 different seeds")
+        faults.append(f"{label}: {list(seeds)} must be at least 3 seeds, without repeats")
     if not size.lrs:
         faults.append("lrs: empty; give at least one learning rate")
     if size.seq_len > size.model.max_seq_len:
