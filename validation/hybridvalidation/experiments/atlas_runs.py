@@ -164,7 +164,7 @@ def _start(job: AtlasJob) -> Child[Columns]:
     return Child("hybridvalidation.experiments.atlas_runs:make_columns", job, Columns)
 
 
-def _record(job: AtlasJob, ended: Ended[Columns]) -> AtlasRecord:
+def _record(job: AtlasJob, ended: ChildResult[Columns]) -> AtlasRecord:
     return AtlasRecord(
         key=job.key, model=job.model, num_params=job.shape.num_params, cards=job.card_names,
         card_mib=tuple(job.cards[name].memory_mib for name in job.card_names), lengths=job.lengths,
