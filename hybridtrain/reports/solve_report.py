@@ -124,15 +124,17 @@ class SolveReport:
             rest = [*(f"{mark}{to_gib(size):.2f}" for size in sizes), f"{option.tokens_per_s or 0:,.0f}"]
             long.append([each.level.label, option.candidate.arrangement.offload, *values, *rest])
             short.append([each.level.label, option.candidate.arrangement.tiers, *values, *rest])
-        lines = columns(headers, long)
-        if len(lines[0]) <= width:
-            return lines
-        lines = columns([*headers[:2], "no offload", *headers[3:]], short)
-        return (
-            lines
-            if len(lines[0]) <= width
-            else columns(["method", "offload", "none", "with", "card", "host", "tokens/s"], short)
-        )
+        tables = [
+            (headers, long),
+            ([*headers[:2], "no offload", *headers[3:]], short),
+            (["method", "offload", "without", "with", "card", "host", "tokens/s"], short),
+            (
+                ["method", "no offload", "with", "card", "tokens/s"],
+                [[row[i] for i in (0, 2, 3, 4, 6)] for row in short],
+            ),
+        ]
+        drawn = [columns(*each) for each in tables]
+        return next((lines for lines in drawn if len(lines[0]) <= width), drawn[-1])
 
     def _limits(self, width: int) -> list[str]:
         by_limit = dict[tuple[str, ...], list[str]]()
@@ -171,9 +173,7 @@ class SolveReport:
 def _limits_told(solution: Solution) -> tuple[str, ...]:
     """Return a limit with its three largest holders, and in shorter forms."""
     held = [f"{name} {format_bytes(size)}" for name, size in solution.holders]
-    return *(
-        f"{solution.limit}: {', '.join(held[:count])}" for count in (3, 2, 1) if count <= len(held)
-    ), solution.limit
+    return *(f"{solution.limit}: {', '.join(held[:i])}" for i in (3, 2, 1) if i <= len(held)), solution.limit
 
 
 def solve_command(
