@@ -7,7 +7,7 @@ from textwrap import wrap
 from hybridtrain.errors import ConfigError
 from hybridtrain.planning.candidates import FitRequest
 from hybridtrain.planning.fitting import METHODS
-from hybridtrain.planning.solving import SEQ_STEP, Quantity, Solution, Solved, solve
+from hybridtrain.planning.solving import Quantity, Solution, Solved, seq_step, solve
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.reports.fit_text import PERCENT, chosen_methods, columns, free_share, in_blocks, short_name
@@ -19,7 +19,7 @@ _ASKED: dict[Quantity, str] = {
 _HEADS: dict[Quantity, str] = {"batch": "sequences", "seq": "tokens", "card": "card", "host": "GiB of host"}
 _RULES: dict[Quantity, str] = {
     "batch": "Any number of sequences",
-    "seq": f"Multiples of {SEQ_STEP} tokens, micro-batches of 1",
+    "seq": "Multiples of {step} tokens, micro-batches of 1",
     "card": "All cards of the catalogue, micro-batches of 1",
     "host": "Whole GiB for tensors, micro-batches of 1",
 }
@@ -163,7 +163,7 @@ class SolveReport:
         is_planned = all(each.is_planned for each in found)
         how = "planned on both sides of the limit" if is_planned else "bytes are extrapolated (~)"
         told = (
-            f"{_RULES[self.quantity]}, all recomputed; {how}.",
+            f"{_RULES[self.quantity].format(step=seq_step(request))}, all recomputed; {how}.",
             f"{self.arguments.model}, {', '.join(asked)}; {'; '.join(places)}.",
             f"Speeds: estimated, {TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind.",
         )
