@@ -124,7 +124,7 @@ def records(session: nox.Session) -> None:
 @nox.session(default=False)
 def report(session: nox.Session) -> None:
     """Rebuild tables and plots from committed records."""
-    session.install("--constraint", "constraints.txt", "--editable", ".[html]")
+    session.install("--constraint", "constraints.txt", "--editable", ".")
     session.run("hybridtrain", "report", *session.posargs)
 
 

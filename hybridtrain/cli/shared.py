@@ -57,6 +57,13 @@ class Recorded(Common):
         """The folder of records."""
         return self.results / "records"
 
+    @property
+    def evidence(self) -> Path:
+        """The folder of results to read in: what came with hybridtrain where this folder has no records of its own."""
+        from hybridtrain.stacks import evidence_folder
+
+        return evidence_folder(self.results)
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)

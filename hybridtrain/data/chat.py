@@ -11,7 +11,6 @@ strftime_now). The answers are found in one of two ways:
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Final, Literal, TypeAlias
 
 from hybridtrain.config.encode import JsonMapping
@@ -45,7 +44,7 @@ class ChatTemplate:
     """A Jinja template and the special tokens that it may name.
 
     Raises:
-        DataError: the package jinja2 is missing, or the template is too long or cannot be parsed.
+        DataError: the template is too long or cannot be parsed.
     """
 
     def __init__(self, text: str, special_tokens: Mapping[str, str]) -> None:
@@ -53,10 +52,6 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template has {len(text)} characters; at most {_LONGEST} are allowed; give another one by "
                 "chat_template"
-            )
-        if find_spec("jinja2") is None:
-            raise DataError(
-                "messages need the package jinja2, which is not installed; python3 -m pip install 'hybridtrain[text]'"
             )
         self._template = text
         self._special_tokens = dict(special_tokens)

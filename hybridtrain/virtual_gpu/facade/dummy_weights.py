@@ -1,5 +1,7 @@
 """Weights that take no disk and no memory, for scripts that call ``from_pretrained`` under a virtual card."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,8 +49,22 @@ def write_dummy_weights(folder: Path) -> tuple[list[Path], torch.dtype]:
     dtype = config.dtype or config.get_text_config().dtype or torch.float32
     text = config_file.read_bytes()
     import_module("safetensors.torch")
-    with VirtualGpu("h200"):  # any card: nothing is put on it
+    with _without_bars(), VirtualGpu("h200"):  # any card: nothing is put on it
         model = getattr(transformers, kinds[0])._from_config(config, dtype=dtype)
         model.save_pretrained(folder, max_shard_size="5GB")
     config_file.write_bytes(text)
     return sorted(folder.glob("*.safetensors")), dtype
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers from drawing its progress bars."""
+    logging = import_module("transformers.utils.logging")
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

@@ -858,9 +858,9 @@ def test_a_scenario_folder_that_is_not_there_is_a_wrong_argument(command: Comman
 
 
 def test_report_without_records_says_how_to_make_some(command: Command) -> None:
-    assert command("report") == 0
-    assert "no records yet; run: hybridtrain validate SCENARIO" in command.out
-    assert command.json("report") == {"files": []}
+    assert command("report") == 2
+    assert "results/records: no such folder; keep records there (hybridtrain validate SCENARIO --record)" in command.err
+    assert not Path("results").exists()
 
 
 # --- list, doctor, the command itself ---------------------------------------------------------------------------

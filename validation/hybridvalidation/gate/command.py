@@ -50,7 +50,11 @@ class GateReport:
             lines.append(f"written: {', '.join(path.as_posix() for path in self.written)}")
         if self.accepted and self.written:
             lines.append("then: hybridtrain report")
-        elif self.exit_code is not GateExit.OK and all(finding.settled_by_accept for finding in self.findings):
+        elif (
+            self.exit_code is not GateExit.OK
+            and self.findings
+            and all(finding.settled_by_accept for finding in self.findings)
+        ):
             again = " ".join(["hybridtrain gate", *self.names, '--accept --reason "WHY"'])
             lines.append(f"if the change is meant, run: {again}")
         return "\n".join(lines)
@@ -87,6 +91,11 @@ def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
     if order.accept and is_kept and not order.reason:
         fault = "--reason: missing; give in a line the reason for changed figures, which the new records keep"
         raise ConfigError("gate --accept", [fault])
+    if plans and not (is_kept or others or capabilities or order.accept):
+        return GateReport(
+            names=order.names, compared="nothing", findings=[], notes=[_nothing_kept(results)],
+            exit_code=GateExit.COULD_NOT_MEASURE, written=[], accepted=False,
+        )  # fmt: skip
     parts = [compare_plans(files, plans, order, results)] if plans else []
     parts += [compare_others(others, order)] if others else []
     parts += [_compare_kernels(capabilities, order, results)] if capabilities else []
@@ -101,6 +110,15 @@ def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
         notes=[note for part in parts for note in part.notes], exit_code=exit_code, written=written,
         accepted=order.accept,
     )  # fmt: skip
+
+
+def _nothing_kept(results: Path) -> str:
+    return (
+        f"{results / 'records'} keeps no plan to compare with.\n"
+        "- memory of your own model or script: a test with the fixture memory_plan (hybridtrain guide gate)\n"
+        "- scenarios of your own, in scenarios/: hybridtrain gate --accept keeps their plans, once\n"
+        "- the plans that came with hybridtrain: hybridtrain records plans them again and compares"
+    )
 
 
 def _compare_kernels(capabilities: Sequence[int], order: Order, results: Path) -> Comparison:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from hybridvalidation.show.web.markdown import Rendered
 
 _HERE = Path(__file__).parent
-_NEEDED = {"jinja2": "jinja2", "markdown_it": "markdown-it-py", "plotly": "plotly"}
 _TARGETS = "targets"
 
 
@@ -32,16 +30,12 @@ def write_site(files: ScenarioFiles, folder_of_results: Path, folder: Path) -> l
     """Write all pages into a folder, made if need be, from records alone; the folder of results stays as it is.
 
     Raises:
-        ConfigError: a package of the extra ``html`` is missing, or there are no records.
+        ConfigError: there are no records.
     """
-    missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
-    if missing:
-        wanted = f"not installed: {', '.join(missing)}; the HTML report needs them; python3 -m pip install "
-        raise ConfigError("report --html", [f"{wanted}'hybridtrain[html]'"])
     results = Results(files, folder_of_results)
     if not results.records.is_dir():
-        told = f"{results.records}: no such folder; a report is made of records; run: hybridtrain validate SCENARIO"
-        raise ConfigError("report --html", [told])
+        advice = "a report is made of records; run: hybridtrain validate SCENARIO --record"
+        raise ConfigError("report --html", [f"{results.records}: no such folder; {advice}"])
     notes = [
         Page(name=path.stem, group="Notes", text=path.read_text(encoding="utf-8"))
         for path in sorted(results.folder.glob("*.md"))  # beside the tables: printed by benchmarks, and what was tried
@@ -66,7 +60,7 @@ class _Writer:
     """Writes the pages and their assets."""
 
     def __init__(self, pages: Sequence[Page], cards: Sequence[dict[str, object]], plots: Path, folder: Path) -> None:
-        from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  of an extra
+        from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  slow
 
         self._pages, self._cards, self._plots, self._folder = pages, cards, plots, folder
         self._names = {page.name for page in pages}
@@ -82,7 +76,7 @@ class _Writer:
 
     def write(self) -> list[Path]:
         """Write the site; the first path is that of the page to open."""
-        from plotly.offline import get_plotlyjs  # noqa: PLC0415  of an extra
+        from plotly.offline import get_plotlyjs  # noqa: PLC0415  slow
 
         targets = next((page for page in self._pages if page.name == _TARGETS), None)
         about = None if targets is None else self._render(targets)
@@ -104,7 +98,7 @@ class _Writer:
         self._add(f"{name}.html", text.encode())
 
     def _render(self, page: Page) -> "Rendered":
-        from hybridvalidation.show.web.markdown import render  # noqa: PLC0415  of an extra
+        from hybridvalidation.show.web.markdown import render  # noqa: PLC0415  slow
 
         shown = {png_name(page.name, picture) for picture in page.pictures}
         return render(page.text, lambda target: self._locate(target, shown))
