@@ -92,8 +92,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the guide into build/site, strictly: a broken link, a missing macro or setting fails."""
+    """Check what is generated in pages and tables, and build the guide into build/site; a broken link fails."""
     install(session, "docs")
+    session.run("hybridtrain", "report", "--check", env={"OMP_NUM_THREADS": "1"})
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 

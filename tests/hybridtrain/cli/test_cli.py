@@ -309,7 +309,7 @@ def test_an_option_without_its_value_is_told(command: Command) -> None:
 
 VERBS = (
     "fit", "dry-run", "virtual", "recommend", "train", "export", "quantize", "dummy-weights", "doctor", "list",
-    "validate", "execute", "evidence", "bench", "study", "recorded", "peers", "gate", "report", "records", "snapshots",
+    "guide", "validate", "execute", "evidence", "bench", "study", "recorded", "peers", "gate", "report", "records", "snapshots",
 )  # fmt: skip
 
 
@@ -322,7 +322,7 @@ def test_every_verb_has_help_with_an_example(command: Command, verb: str) -> Non
 
 def test_help_version_names_and_logs_need_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = ["--help", "--version", "list", "list cards", *(f"{verb} --help" for verb in VERBS)]
+    asked = ["--help", "--version", "list", "list cards", "guide", "guide gate", *(f"{verb} --help" for verb in VERBS)]
     Path("log.txt").write_text("CUDA out of memory")
     asked.append("doctor --from log.txt")
     program = f"""\
