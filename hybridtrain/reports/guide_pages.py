@@ -12,7 +12,7 @@ _FIRST = ("index", "questions")
 """Listed before the others."""
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
-_SENTENCE = re.compile(r"(.+?[.:?!])(?:\s|$)", re.DOTALL)
+_SENTENCE = re.compile(r"(.+?[.?!])(?:\s|$)", re.DOTALL)
 
 
 def guide_pages() -> dict[str, Path]:
@@ -55,7 +55,7 @@ def first_sentence(markdown: str) -> str:
     """Return the first sentence below a page's title, in plain text."""
     _, _, body = plain_text(markdown).partition("\n\n")
     found = _SENTENCE.match(body)
-    return " ".join((found[1] if found else body.partition("\n\n")[0]).split()).replace("`", "").rstrip(":")
+    return " ".join(found[1].split()).replace("`", "") if found else ""
 
 
 def plain_text(markdown: str) -> str:

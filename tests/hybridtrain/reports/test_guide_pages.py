@@ -14,6 +14,11 @@ LINE = 110
 """Characters of a sentence in the list."""
 
 
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
 def test_every_page_is_listed_with_one_short_sentence(command: Command) -> None:
     told = command.json("guide")["pages"]
     assert list(told)[:2] == ["index", "questions"]
