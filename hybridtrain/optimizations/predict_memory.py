@@ -15,7 +15,7 @@ _ON_HOST = frozenset({"cpu", "pinned"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictMemory(Optimization):
-    """Move moments and master weights away in PREDICT; they return before their first use when it ends."""
+    """Free the card of moments and master weights in PREDICT; they are back before their first use."""
 
     kind: ClassVar[str] = "predict_memory"
     PRESETS: ClassVar[Presets] = {
@@ -24,26 +24,29 @@ class PredictMemory(Optimization):
     }
 
     optimizer_state: Literal["none", "cpu", "pinned", "compress", "drop"] = "cpu"
-    """none: stays. cpu, pinned: waits on the host, which is always pinned for a CUDA card. compress: moments become
-    8-bit codes on the device and come back rounded. drop: moments are forgotten and start anew, bias correction too;
-    jumps go along an average of gradients that were divided by the root of the second moment before."""
+    """none: they stay. cpu, pinned: they move to the host, which is always pinned for a CUDA card. compress: moments
+    become 8-bit codes on the card, and stay rounded. drop: moments start from zero afterwards, bias correction too; a
+    jump then averages gradients that were already divided by the root of the second moment."""
     discard_activations: bool = True
-    """Keep no boundaries in PREDICT: a predicted step runs no backward pass."""
+    """Keep no block inputs in PREDICT: a predicted step has no backward pass."""
     async_restore: bool = young(default=True)
-    """State on the host comes back beside the next step's forward and backward pass. Without it that step waits."""
+    """Copy state back from the host during the next step; false: that step waits for the whole copy first."""
     restore_lookahead: int = young(0)
-    """n: begin when n - 1 predicted steps are left, so that looks at the probe batch hide the transfer; a jump is one
-    step, or as many as it has pieces (``monitor = "every_step"``). 0: when PREDICT ends."""
+    """n: begin to copy back when n - 1 predicted steps are left, while the probe batch is evaluated. A jump is one step,
+    or as many as it has pieces (``monitor = "every_step"``). 0: begin when PREDICT ends."""
 
     def __post_init__(self) -> None:
         faults = []
         if self.optimizer_state not in _ON_HOST and (self.restore_lookahead or not self.async_restore):
             faults.append(
-                f"async_restore, restore_lookahead: optimizer_state = '{self.optimizer_state}' brings nothing back; "
-                "set 'cpu' or 'pinned', or leave both out"
+                f"async_restore, restore_lookahead: optimizer_state = '{self.optimizer_state}' copies nothing back from "
+                "the host; leave both out, or set optimizer_state to 'cpu' or 'pinned'"
             )
         if self.restore_lookahead and not self.async_restore:
-            faults.append(f"restore_lookahead: {self.restore_lookahead} needs async_restore = true")
+            faults.append(
+                f"restore_lookahead: {self.restore_lookahead} copies during PREDICT, which async_restore = false forbids; "
+                "set it to 0, or async_restore to true"
+            )
         check_settings(self, faults)
 
     def claims(self) -> Iterable[Claim]:

@@ -158,8 +158,8 @@ class PhasePlan:
         codecs=(Codec.ABSENT, Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS),
     )  # fmt: skip
     history_tensors: int = added(0, "How many of them a parameter has; 0 without a predictor.", least=0, most=16)
-    async_restore: bool = added(True, "State that waits elsewhere in PREDICT comes back beside the next step.")
-    restore_lookahead: int = added(0, "Predicted steps before the end of PREDICT at which it comes back.", least=0)
+    async_restore: bool = added(True, "Copy state back from the host during the step after PREDICT.")
+    restore_lookahead: int = added(0, "Predicted steps before the end of PREDICT to begin that copy.", least=0)
     adapter_rank: int = added(0, "Rank of adapters beside frozen matrices; 0: all is trained.", least=0, most=2**16)
     adapter_alpha: float = added(0.0, "Numerator of an adapter's scale.", least=0)
     adapter_scaling: AdapterScaling = added(AdapterScaling.LORA, "lora: alpha / rank; rslora: alpha / sqrt(rank).")

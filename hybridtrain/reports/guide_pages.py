@@ -54,7 +54,7 @@ def list_text(pages: Mapping[str, Path]) -> str:
 def first_sentence(markdown: str) -> str:
     """Return the first sentence below a page's title, in plain text."""
     _, _, body = plain_text(markdown).partition("\n\n")
-    found = _SENTENCE.match(body)
+    found = _SENTENCE.match(body.partition("\n\n")[0])
     return " ".join(found[1].split()).replace("`", "") if found else ""
 
 

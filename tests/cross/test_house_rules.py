@@ -50,7 +50,9 @@ def unmarked(text: str) -> list[str]:
 _SETTINGS = {
     # What the program does, not what was found: bounds, defaults, formats.
     "hybrid-training.md": ("within 5 to 20 % of", "The last 2 % of", "10 % with"),
-    "gate.md": ("limit of 200 MiB",),
+    "gate.md": ("limit of 200 MiB", "less than 5 % of the card stays free"),
+    "own-script.md": ("5 % of the card free",),
+    "questions.md": ("less than 5 % of the card free",),
     "runs.md": ("at most 4 GiB",),
 }
 
