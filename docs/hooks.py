@@ -6,6 +6,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Link, Navigation
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
@@ -18,6 +19,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted([*RESULTS.glob("*.md"), *RESULTS.glob("tables/*.md"), *RESULTS.glob("plots/*.png")]):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
+
+
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:  # noqa: ARG001
+    """End the menu with the HTML report, which nox -s docs writes beside the guide."""
+    nav.items.append(Link("All results", "report/index.html"))
+    return nav
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001

@@ -32,19 +32,19 @@ class PredictMemory(Optimization):
     async_restore: bool = young(default=True)
     """Copy state back from the host during the next step; false: that step waits for the whole copy first."""
     restore_lookahead: int = young(0)
-    """n: begin to copy back when n - 1 predicted steps are left, while the probe batch is evaluated. A jump is one step,
-    or as many as it has pieces (``monitor = "every_step"``). 0: begin when PREDICT ends."""
+    """n: begin that copy when n - 1 predicted steps are left, while the probe batch is evaluated. 0: when PREDICT ends.
+    A jump is one step, or as many as it has pieces (``monitor = "every_step"``)."""
 
     def __post_init__(self) -> None:
         faults = []
         if self.optimizer_state not in _ON_HOST and (self.restore_lookahead or not self.async_restore):
             faults.append(
-                f"async_restore, restore_lookahead: optimizer_state = '{self.optimizer_state}' copies nothing back from "
-                "the host; leave both out, or set optimizer_state to 'cpu' or 'pinned'"
+                f"async_restore, restore_lookahead: optimizer_state = '{self.optimizer_state}' copies nothing back; "
+                "leave both out, or set optimizer_state to 'cpu' or 'pinned'"
             )
         if self.restore_lookahead and not self.async_restore:
             faults.append(
-                f"restore_lookahead: {self.restore_lookahead} copies during PREDICT, which async_restore = false forbids; "
+                f"restore_lookahead: {self.restore_lookahead} copies in PREDICT, which async_restore = false forbids; "
                 "set it to 0, or async_restore to true"
             )
         check_settings(self, faults)

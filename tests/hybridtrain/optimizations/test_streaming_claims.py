@@ -164,9 +164,10 @@ def test_weights_stream_in_active_phases_only(active: tuple[Phase, ...]) -> None
 
 FAULTS: dict[str, Callable[[], Optimization]] = {
     "restore_lookahead: -1 must be at least 0": lambda: PredictMemory(restore_lookahead=-1),
-    "restore_lookahead: 1 needs async_restore = true": lambda: PredictMemory(restore_lookahead=1, async_restore=False),
-    "async_restore, restore_lookahead: optimizer_state = 'drop' brings nothing back; set 'cpu' or 'pinned', or leave "
-    "both out": lambda: PredictMemory(optimizer_state="drop", async_restore=False),
+    "restore_lookahead: 1 copies in PREDICT, which async_restore = false forbids; "
+    "set it to 0, or async_restore to true": lambda: PredictMemory(restore_lookahead=1, async_restore=False),
+    "async_restore, restore_lookahead: optimizer_state = 'drop' copies nothing back; leave both out, or set "
+    "optimizer_state to 'cpu' or 'pinned'": lambda: PredictMemory(optimizer_state="drop", async_restore=False),
     "max_active_layers: 0 must be at least 1": lambda: WeightStreaming(max_active_layers=0),
     "prefetch_distance: -1 must be at least 0": lambda: WeightStreaming(prefetch_distance=-1),
     "resident_layers: -2 must be at least 0": lambda: WeightStreaming(resident_layers=-2),
