@@ -153,8 +153,8 @@ def report(
         raise ConfigError("report", [f"{common.records}: no such folder; {advice} (hybridtrain report --html FOLDER)"])
     if check:
         stale = check_report(files, common.results)
-        faults = [f"{name}: not what the records say; run: hybridtrain report" for name in stale]
-        text = "\n".join(faults) or "every table and page says what the records say"
+        faults = [f"{name}: not what records and program say; run: hybridtrain report" for name in stale]
+        text = "\n".join(faults) or "every table and page says what records and program say"
         return Answer(text=text, content={"stale": stale}, code=1 if stale else 0)
     if html is not None:
         from hybridtrain.units import format_bytes

@@ -1,6 +1,7 @@
 """The references: every verb from the help of the command, every key of every file from the dataclass that reads it."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from inspect import getdoc, signature
@@ -156,7 +157,8 @@ def _first_line(cls: type) -> str:
 def commands() -> str:
     """Return the text of ``hybridtrain VERB --help`` for every verb, as Markdown."""
     text = APP.generate_docs(output_format="markdown", heading_level=1, max_heading_level=2, usage_name="hybridtrain")
-    return f"{EXIT_CODES}\n\n{text[text.index('## hybridtrain ') :]}"
+    text = re.sub(r"^(hybridtrain \S+) -m hybridtrain\b", r"\1", text, flags=re.MULTILINE)  # of python -m hybridtrain
+    return f"{EXIT_CODES}\n\n{text[text.index('## hybridtrain ') :].rstrip()}"
 
 
 def api_names() -> str:
