@@ -79,10 +79,8 @@ def diagnose(log: str) -> list[Answer]:
 def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] = (0, 0)) -> str:
     """Return the answers for a reader, the first in full; ``read`` are the numbers of losses and speeds."""
     if not answers and any(read):
-        return (
-            f"{path}: nothing wrong found in {read[0]} losses and {read[1]} speeds, nor in any line; of fewer than "
-            f"{ENOUGH} steps a course says little"
-        )
+        few = f"; fewer than {ENOUGH} steps show no trend" if max(read) < ENOUGH else ""
+        return f"{path}: nothing wrong found in {read[0]} losses and {read[1]} speeds, nor in any other line{few}"
     if not answers:
         return (
             f"{path}: nothing in it is known to be wrong. A whole traceback, the log.jsonl of a run or its memory "

@@ -38,7 +38,7 @@ def find_page(name: str, pages: Mapping[str, Path]) -> str:
     wanted = name.removesuffix(".md").removeprefix("docs/")
     found = [page for page in pages if wanted in {page, page.rpartition("/")[2]}]
     if not found:
-        near = get_close_matches(wanted, [*pages, *(page.rpartition("/")[2] for page in pages)], cutoff=0.5)
+        near = get_close_matches(wanted, [*pages, *(page.rpartition("/")[2] for page in pages)])
         nearest = f"; near: {', '.join(dict.fromkeys(near))}" if near else ""
         raise ConfigError("guide", [f"page '{name}' is unknown{nearest}; hybridtrain guide lists all pages"])
     return min(found, key=len)  # index before techniques/index

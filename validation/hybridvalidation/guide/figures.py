@@ -122,6 +122,12 @@ class Figures(Results):
         """Return the help of every verb."""
         return commands()
 
+    def example(self, name: str) -> str:
+        """Return a file of examples/ as a block of code."""
+        path = self.folder.parent / "examples" / name
+        language = {".py": "python"}.get(path.suffix, path.suffix[1:])
+        return f"```{language}\n{path.read_text(encoding='utf-8').strip()}\n```"
+
     def api(self, word: str) -> str:
         """Return what can be imported from hybridtrain (``names``), or its exceptions (``errors``)."""
         return _chosen(word, {"names": api_names, "errors": api_errors})
