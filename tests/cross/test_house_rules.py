@@ -52,7 +52,7 @@ _SETTINGS = {
     "hybrid-training.md": ("within 5 to 20 % of", "The last 2 % of", "10 % with"),
     "gate.md": ("limit of 200 MiB", "less than 5 % of the card stays free"),
     "own-script.md": ("5 % of the card free",),
-    "questions.md": ("less than 5 % of the card free",),
+    "questions.md": ("less than 5 % of the card stays free",),
     "runs.md": ("at most 4 GiB",),
 }
 
