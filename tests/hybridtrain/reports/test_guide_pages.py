@@ -1,6 +1,8 @@
 """The guide on a terminal: every page is listed in a line, found by its name, and printed without markers."""
 
 import re
+import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.reports import guide_pages as module
 from hybridtrain.reports.guide_pages import find_page, first_sentence, guide_pages, plain_text
 
+ROOT = Path(__file__).parents[3]
 LINE = 110
 """Characters of a sentence in the list."""
 
@@ -55,6 +58,14 @@ def test_without_pages_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(ConfigError, match="share/hybridtrain/docs: no such folder; install hybridtrain again"):
         guide_pages()
+
+
+def test_the_wheel_carries_the_guide_to_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    shutil.copytree(ROOT / "docs", tmp_path / wheel["shared-data"]["docs"])
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "a/b/c.py"))
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert all(path.is_relative_to(tmp_path) for path in guide_pages().values())
 
 
 def test_links_and_markers_become_text() -> None:
