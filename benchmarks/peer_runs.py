@@ -387,12 +387,11 @@ def load_left_out(path: Path) -> list[dict[str, str]]:
 def load_runs(path: Path) -> tuple[Tables, list[PeerRun]]:
     """Return the protocol and the runs in the order of the file."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    cards = {name: Card(**table) for name, table in tables["cards"].items()}
     runs = [
         PeerRun(
             facts,
             ModelConfig(**tables["models"][facts["model"]], max_seq_len=facts["seq_len"]),
-            cards.get(facts["card"]) or find_card(facts["card"]),
+            find_card(facts["card"]),
             Host(
                 memory_gbps=tables["protocol"]["host_share"] * tables["machines"][machine_of(facts)]["host_dram_gbps"]
             ),

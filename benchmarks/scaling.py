@@ -74,9 +74,8 @@ fewer train), tensors alone. *Card hours*: of one billion tokens; times the pric
 the cost.
 """
 _HEAD = (
-    "| cards | where | device GiB | host GiB a machine | step s | tokens/s | a card's, of one alone | card hours "
-    "| binds |\n"
-    "|--:|---|--:|--:|--:|--:|--:|--:|---|"
+    "| cards | where, bottleneck | device GiB | tokens/s | a card's, of one alone | host GiB a machine | card hours |\n"
+    "|--:|---|--:|--:|--:|--:|--:|"
 )
 
 
@@ -124,9 +123,9 @@ def row(where: str, run: DryRun, alone: float) -> str:
     world = run.world.size
     fits = "" if run.fits_card else " (does not fit)"
     return (
-        f"| {world} | {where} | {to_gib(run.device_used_bytes):.2f}{fits} | {to_gib(run.machine_host_bytes):,.1f} "
-        f"| {run.time.seconds:.2f} | {run.tokens_per_s:,.0f} | {run.tokens_per_s / world / alone:.0%} "
-        f"| {1e9 / run.tokens_per_s * world / _HOUR:,.0f} | {run.bound} |"
+        f"| {world} | {where}, {run.bound} | {to_gib(run.device_used_bytes):.2f}{fits} | {run.tokens_per_s:,.0f} "
+        f"| {run.tokens_per_s / world / alone:.0%} | {to_gib(run.machine_host_bytes):,.1f} "
+        f"| {1e9 / run.tokens_per_s * world / _HOUR:,.0f} |"
     )
 
 

@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 
 from hybridtrain.virtual_gpu.account.ledger import OpRecord
 from hybridtrain.virtual_gpu.account.observer import Lane
-from hybridtrain.virtual_gpu.cards.roofline import DEFAULT_EFFICIENCY, Bound, Efficiency, Rates
+from hybridtrain.virtual_gpu.cards.roofline import DEFAULT_EFFICIENCY, Bottleneck, Efficiency, Rates
 
 Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 HERE = Path(__file__).resolve().parent
@@ -261,7 +261,7 @@ def transfer_row(timed: Timed, efficiency: Efficiency) -> str:
     """Return the line of a run that is not fitted."""
     facts, error = timed.run.facts, timed.error(efficiency)
     longer, short = (timed.run.step_time(timed.steps, count, efficiency) for count in (SHORT + 1, SHORT))
-    waits = longer.seconds_by_bound.get(Bound.TRANSFER, 0.0) - short.seconds_by_bound.get(Bound.TRANSFER, 0.0)
+    waits = longer.seconds_by_bound.get(Bottleneck.TRANSFER, 0.0) - short.seconds_by_bound.get(Bottleneck.TRANSFER, 0.0)
     note = "" if facts["confidence"] == "high" else f"{facts['confidence']} confidence"
     cards = f"{facts['world']}x " if "world" in facts else ""
     return (

@@ -55,7 +55,7 @@ whether the same steps run in its {memory:.1f} GiB. Nothing is compiled.
 - s, RAM: seconds of processor time from the model's construction to the report, on one thread (wall-clock time where
   nothing else runs), and the largest resident memory of the planning process so far, GiB; imports are not in seconds.
 - Mixtures of experts run through grouped matmuls, whose memory does not depend on who goes to which expert; where code
-  reads the choice, experts are loaded evenly (`stand_in.py`).
+  reads the choice, experts are loaded evenly (`placeholders.py`).
 - Checked for every line: weights, gradients and moments on the card are parameters (and buffers) times bytes, to the
   byte; every trainable parameter has a gradient.
 """

@@ -18,4 +18,4 @@ with VirtualGpu("rtx-4090") as gpu:
 
 # %% What the card would have done, and where placeholder values were used.
 print(gpu.report().summary())
-print("stand-ins:", gpu.stand_ins())
+print("placeholders:", gpu.placeholders())

@@ -1,14 +1,14 @@
 """hybridtrain: train 1B to 50B models on one consumer card, and know before the run whether it fits.
 
     compose           a stack of optimizations becomes a checked memory plan
-    dry_run           a step of a model under a plan on a card that need not exist: bytes, seconds, does it fit
-    fit               the options to train a model on a card: which fit, how fast, in seconds
-    recommend         the fastest stack that fits a card and a machine
-    estimate_memory   anyone's model: what a training step takes of such a card, does it fit, the largest batch
-    VirtualGpu        anyone's training code, unmodified, on such a card
+    dry_run           plan one training step on a virtual card: bytes, seconds, does it fit
+    fit               find training options for a model and a card: which fit, how fast
+    recommend         find the fastest stack that fits a card and a machine
+    estimate_memory   plan a training step of any torch model: memory, does it fit, largest batch
+    VirtualGpu        run unmodified training code on a virtual card
     Trainer           the reference trainer: real steps under the same plan
     load_config       a training file: model, stack, optimizer, schedule
-    find_model        the shape that a preset, a file, a folder of Hugging Face or a hub id means
+    find_model        return a model's shape by preset, file, Hugging Face folder or hub id
     open_folder       the weights of such a folder, a Trainer's ``source``; export_folder writes one
 
 >>> from hybridtrain import Workload, compose, dry_run, find_card, model_preset
@@ -20,7 +20,7 @@
 >>> run.fits
 True
 
-Nothing is imported before it is asked for. examples/ has a script for each name.
+Imports are lazy. examples/ has a script for each name.
 """
 
 from importlib import import_module

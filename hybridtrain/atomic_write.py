@@ -1,4 +1,4 @@
-"""Writing files and folders so that a reader sees the old content or the new, never a part, also after a power cut."""
+"""Atomic, durable writing of files and folders: readers see the old or the new content, also after a power cut."""
 
 import os
 import shutil
@@ -9,10 +9,10 @@ from pathlib import Path
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Give a path beside ``path`` to write to, and move it there in one step at the end.
+    """Yield a temporary path beside ``path``, which replaces ``path`` atomically at the end.
 
-    Missing folders are made. An error inside, or an interruption, leaves ``path`` as it was. Content and names have
-    reached the disk when this ends.
+    Missing folders are made. After an error or interruption ``path`` is unchanged. At the end content and names are on
+    disk (fsync).
     """
     make_folder(path.parent)
     partial = _partial(path)
@@ -26,14 +26,14 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` in one step."""
+    """Write ``content`` to ``path`` atomically."""
     with replaced_file(path) as partial:
         partial.write_bytes(content)
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give a folder beside ``path``, which is absent or empty, to fill; move it there in one step at the end."""
+    """Yield a temporary folder, which becomes ``path`` (absent or empty) atomically at the end."""
     make_folder(path.parent)
     partial = _partial(path)
     shutil.rmtree(partial, ignore_errors=True)
@@ -50,7 +50,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it; the disk has their names when this ends."""
+    """Create a folder and its parents; their names are on disk at the end (fsync)."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -58,7 +58,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove what killed processes left of files and folders being written in ``folder``; nobody may write there."""
+    """Remove partial files and folders of killed processes in ``folder``; no other process may write there."""
     for partial in folder.glob(".*.partial"):
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)

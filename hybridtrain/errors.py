@@ -34,10 +34,9 @@ class DivergenceError(HybridTrainError):
     """The loss or the gradient norm is not finite.
 
     Args:
-        message: As of every error.
-        layers: Parameters whose gradients are not finite, as far as they are known.
-        is_applied: Parts of the model were updated before it was found: only a checkpoint brings them back.
-        step: After which it was found in what was to be saved; None: in the step at work.
+        message: The error's message. layers: Parameters with non-finite gradients, as far as known.
+        is_applied: Whether parts of the model were already updated, so that only a checkpoint restores them.
+        step: Step of the checkpoint in which it was found; None: found in the current step.
     """
 
     def __init__(
@@ -50,27 +49,27 @@ class DivergenceError(HybridTrainError):
 
 
 class SpikeError(DivergenceError):
-    """Loss or gradient norm exceeds the limits of a guarded step, which was not applied."""
+    """Loss or gradient norm exceeds a guarded step's limits; the step was not applied."""
 
 
 class OutOfMemoryError(HybridTrainError):
-    """The card is too small for what was asked; an outcome of a run, not a crash."""
+    """The card has too little memory; an outcome of a run, not a crash."""
 
 
 class HostMemoryError(HybridTrainError):
-    """Host memory is too small, or its limit too low, for what was asked."""
+    """Host memory, or its limit, is too small."""
 
 
 class RankError(HybridTrainError):
-    """Another rank ended, did not start, or did not answer in time."""
+    """Another rank ended, did not start, or timed out."""
 
 
 class DiskSpaceError(HybridTrainError):
-    """A disk is too small for what was asked."""
+    """A disk has too little free space."""
 
 
 class DiskTierError(HybridTrainError):
-    """A file of the disk tier cannot be made, read or written: no permission, a failing disk, a file cut short."""
+    """A file of the disk tier cannot be created, read or written."""
 
 
 class StateError(HybridTrainError):

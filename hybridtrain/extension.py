@@ -1,6 +1,6 @@
-"""Additions of other installed packages to the command: verbs, kinds of names, scenarios, notes on quality.
+"""Extensions of the command by other installed packages: verbs, names, scenarios, notes on quality.
 
-A package names an ``Extension`` by an entry point of the group ``hybridtrain.extensions``; the harness is one.
+A package registers an ``Extension`` as an entry point of the group ``hybridtrain.extensions``, as the harness does.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,23 +25,35 @@ class ScenarioRequest:
     name: str
     request: "FitRequest"
     budget_bytes: int | None
-    """Of the card's memory, as the scenario's stated figures bound it; None: all of it."""
+    """Limit of the card's memory that the scenario states, in bytes; None: all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityNote:
+    """The loss of a precision beside full training in fp32, on the largest small model that was trained."""
+
+    params: int
+    """Of that model."""
+    verdict: str
+    """In a few words: ``equal within 0.005 nats per token``."""
+    text: str
+    """Configuration, interval, seeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """Additions of a package. Functions take the folder of scenario files (None: the default one)."""
+    """An extension of the command. Its functions take the folder of scenario files (None: the default one)."""
 
     verbs: Mapping[str, Callable[..., Any]]
-    """Functions that return an ``Answer``, by name."""
+    """Verbs by name: functions that return an ``Answer``."""
     names: Mapping[str, Callable[[Path | None], list[str]]]
-    """Names of a kind, for ``hybridtrain list`` and the shell."""
+    """Names by kind, for ``hybridtrain list`` and shell completion."""
     listings: Mapping[str, Callable[..., Any]]
-    """Kinds that ``hybridtrain list`` answers with more than names: functions of ``Recorded``."""
+    """Kinds whose ``hybridtrain list`` shows more than names: functions of ``Recorded``."""
     scenario_request: Callable[[str, Path | None], ScenarioRequest]
     """Raises ``ConfigError`` for a scenario that is unknown or faulty."""
-    quality_notes: Callable[[Iterable["Candidate"], Path | None, Path], Mapping[str, str]]
-    """A sentence on quality by the name of a candidate's level, from records below a folder of results."""
+    quality_notes: Callable[[Iterable["Candidate"], Path | None, Path], Mapping[str, QualityNote]]
+    """By the name of a candidate's level, from records below a folder of results."""
 
 
 @cache
@@ -51,11 +63,13 @@ def extensions() -> tuple[Extension, ...]:
 
 
 def harness() -> Extension:
-    """Return the extension that knows scenarios and records.
+    """Return the extension with scenarios and records.
 
     Raises:
         ConfigError: none is installed.
     """
     for extension in extensions():
         return extension
-    raise ConfigError("scenario", ["no package that reads scenarios is installed; install hybridtrain whole"])
+    raise ConfigError(
+        "scenario", ["no package with scenarios is installed; install hybridtrain with its validation package"]
+    )

@@ -1,6 +1,6 @@
 """Rules of the virtual GPU for the kernels' ops: the scratch of their CUDA versions.
 
-Importing this registers the rules; ``hybridtrain.models`` does, so whatever trains is counted by them.
+Importing this module registers the rules, as ``hybridtrain.models`` does.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,13 @@ from hybridkernels.flash_attention import (
     backward_workspace_bytes,
     masked_backward_workspace_bytes,
     masked_workspace_bytes,
+    tiled_workspace_bytes,
 )
 from hybridkernels.geglu import geglu  # noqa: F401  likewise
 from hybridkernels.rms_norm import rms_norm  # noqa: F401  likewise
 from hybridkernels.swiglu import swiglu  # noqa: F401  likewise
-from hybridtrain.virtual_gpu.account.op_rules import register_scratch
+from hybridtrain.virtual_gpu.account.op_rules import Op, ScratchRule, register_scratch
+from hybridtrain.virtual_gpu.cards.card import Card
 
 
 def _masked_attention(args: Sequence[Any]) -> int:
@@ -65,3 +67,22 @@ register_scratch(_OPS.causal_attention_backward.default, lambda args: backward_w
 register_scratch(_OPS.masked_attention.default, _masked_attention)
 register_scratch(_OPS.masked_attention_backward.default, _masked_attention_backward)
 register_scratch(_OPS.adamw_int8_.default, _adamw_int8)
+
+
+def rules_of(card: Card) -> dict[Op, ScratchRule]:
+    """Return the scratch of ops that take another kernel on a card than on most: attention, where there is no flash."""
+    if card.has_bfloat16_tensor_cores:
+        return {}
+    return {
+        _OPS.causal_attention.default: lambda args: _tiled(*args[:2], is_backward=False, has_kernel=True),
+        _OPS.causal_attention_backward.default: lambda args: _tiled(*args[1:3], is_backward=True, has_kernel=True),
+        _OPS.masked_attention.default: lambda args: _tiled(*args[:2], is_backward=False, softcap=args[5]),
+        _OPS.masked_attention_backward.default: lambda args: _tiled(*args[1:3], is_backward=True, softcap=args[8]),
+    }
+
+
+def _tiled(q_BTNH: Tensor, k_BTKH: Tensor, *, is_backward: bool, has_kernel: bool = False, softcap: float = 0.0) -> int:
+    """``has_kernel``: torch's memory-efficient attention takes fp32."""
+    if has_kernel and q_BTNH.dtype == torch.float32:
+        return backward_workspace_bytes(q_BTNH, k_BTKH) if is_backward else 0
+    return tiled_workspace_bytes(q_BTNH, k_BTKH, is_backward=is_backward, softcap=softcap)

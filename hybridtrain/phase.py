@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Where in the hybrid cycle a step stands."""
+    """Phase of a step in the hybrid cycle."""
 
     WARMUP = "warmup"
     """Ordinary steps before the first cycle."""
@@ -13,4 +13,4 @@ class Phase(StrEnum):
     PREDICT = "predict"
     """Predicted steps: no backward pass."""
     CORRECT = "correct"
-    """True gradients that correct what was predicted."""
+    """True steps right after a jump."""

@@ -1,4 +1,4 @@
-"""Reading files that somebody names: a pipe or a device in place of one is refused, where a read would never end."""
+"""Reading of user-given files; pipes and devices are rejected, because a read might never end."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ def read_plain(path: Path) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: it cannot be read, is a folder, or is no file that has an end.
+        OSError: it cannot be read, or is a folder, pipe or device.
     """
     with os.fdopen(open_plain(path), "rb") as file:
         return file.read()
@@ -25,4 +25,4 @@ def open_plain(path: Path) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "is a pipe or a device; write what it gives to a file", str(path))
+    raise OSError(errno.EINVAL, "is a pipe or a device; save its content to a file", str(path))

@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, a line every half minute elsewhere, nothing beside JSON."""
+"""Progress on standard error: a bar on a terminal, else a line every half minute; nothing with JSON output."""
 
 import sys
 import time
@@ -9,11 +9,11 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 LINE_SECONDS = 30.0
-"""Between two lines of a log: a run of hours leaves hundreds of lines, one of seconds none."""
+"""Seconds between two lines: hundreds of lines for hours, none for seconds."""
 
 
 class LineFile:
-    """Receives the drawings of a bar and writes one as a line to ``out`` now and then; ``clock`` returns seconds."""
+    """File for a progress bar that writes a line to ``out`` now and then; ``clock`` returns seconds."""
 
     def __init__(self, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._out = out
@@ -21,7 +21,7 @@ class LineFile:
         self._last_s = clock()
 
     def write(self, drawn: str) -> None:
-        """Write a drawing as a line, if the last one is long enough ago."""
+        """Write the bar as a line, if enough time has passed."""
         line = drawn.strip()
         if line and self._clock() - self._last_s >= LINE_SECONDS:
             self._last_s = self._clock()
@@ -33,9 +33,9 @@ class LineFile:
 
 
 def progress_bar(items: Sequence[T], *, shown: bool, unit: str, desc: str = "", initial: int = 0) -> "tqdm[T]":
-    """Return ``items`` with a bar on standard error, or with lines where that is no terminal; nothing unless ``shown``.
+    """Return ``items`` with a progress bar on standard error (lines if it is not a terminal), if ``shown``.
 
-    A bar that is updated by hand takes anything of the same length. ``initial`` items were done before.
+    For manual updates any sequence of that length will do. ``initial``: items done before.
     """
     is_terminal = sys.stderr.isatty()
     return tqdm(

@@ -13,9 +13,9 @@ _TEMPERATURE = 0.8
 def sample_text(
     trainer: Trainer, prompt: str, *, num_tokens: int, seed: int, tokenizer: Tokenizer | None = None
 ) -> str:
-    """Return ``prompt`` continued by ``num_tokens`` tokens, drawn at temperature 0.8 from the tokenizer's own.
+    """Return ``prompt`` continued by ``num_tokens`` tokens, sampled at temperature 0.8.
 
-    They are fewer where an end-of-text token is drawn; bytes, which no ``tokenizer`` stands for, go on after theirs.
+    Sampling stops at an end-of-text token; without ``tokenizer`` (bytes) it continues.
     """
     tokenizer = tokenizer or ByteTokenizer()
     model = trainer.model

@@ -1,4 +1,4 @@
-"""Sizes as people write them: 64GiB, 128GB."""
+"""Sizes with units: 64GiB, 128GB."""
 
 import re
 

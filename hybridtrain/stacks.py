@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 STACK_UNIONS: Unions = {Optimization: OPTIMIZATIONS}
 RESULTS = Path("results")
-"""Where records, tables and plots are, unless another folder is named."""
+"""Default folder of records, tables and plots."""
 
 
 def name_faults(name: str) -> list[str]:
-    """Return a fault for a name that cannot be a file's: records, baselines, tables and plots are called after it."""
+    """Return a fault for a name that is not a valid file name, as records, tables and plots use it."""
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         return []
     return [f"name: '{name}' must consist of letters, digits, '.', '_' and '-', and begin with a letter or digit"]
@@ -33,13 +33,13 @@ class Stack:
     """One stack file: a named list of optimizations."""
 
     name: str
-    """Of commands and tables."""
+    """Name in commands and tables."""
     description: str
     """A description in a line."""
     optimizer: str = "adamw"
     """``kind`` of the optimizer that the stack is meant for, with its default settings."""
     optimizations: tuple[Optimization, ...] = ()
-    """Each is a table of its own; their order does not matter."""
+    """Optimizations, a table each, in any order."""
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
@@ -114,7 +114,7 @@ class StackFiles:
 
 
 def stack_folder(folder: Path | None) -> StackFiles:
-    """Return the files of a folder that was named, or of the default one.
+    """Return the files of a given or the default folder.
 
     Raises:
         ConfigError: there is no such folder.

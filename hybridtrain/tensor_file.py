@@ -1,9 +1,9 @@
 """Files of the safetensors format, read and written range by range. P elements of a flat range.
 
 A file is 8 bytes with the length of a header, the header in JSON (of each tensor: type, shape, range of bytes), the
-values (https://github.com/huggingface/safetensors, README, "Format"). The format's own library checks a file; it maps
-files into memory and writes them whole, so values are read and written here: what was read is no part of the process's
-memory, and a file cut short meanwhile is an error, not a SIGBUS.
+values (https://github.com/huggingface/safetensors, README, "Format"). The format's own library verifies files, but
+memory-maps and writes them whole. So values are read and written here: without mapped memory, and with an error instead
+of SIGBUS for a truncated file.
 """
 
 import json
@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtrain.errors import ConfigError
 
 DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What weights may be, by the format's names."""
+"""Dtypes of weights, by the format's names."""
 _READABLE = DTYPES | {"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I64": torch.int64}
-"""What a checkpoint may hold besides: codes, halves, random streams."""
+"""Further dtypes of checkpoints: codes, 16-bit halves, random streams."""
 NAMES = {dtype: name for name, dtype in _READABLE.items()}
-"""Of each of them."""
+"""The format's name of each dtype."""
 _LENGTH_BYTES = 8
 _COPY_AGAIN = "copy or download it again"
 
@@ -37,16 +37,16 @@ class FileTensor:
     path: Path
     name: str
     dtype_name: str
-    """Any that the format knows; ``read`` takes those of ``NAMES``."""
+    """Name of any dtype in the format; ``read`` supports those in ``NAMES``."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
     num_bytes: int
-    """Of the values."""
+    """Bytes of the values."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """As torch calls it; only of ``NAMES``."""
+        """The torch dtype; only for those in ``NAMES``."""
         return _READABLE[self.dtype_name]
 
     def read(self, part: slice) -> Tensor:

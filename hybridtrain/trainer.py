@@ -37,7 +37,7 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.observer import MemoryObserver, NullObserver, Stage
 
 _CLIP_EPS = 1e-6
-"""torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; the same here, to the bit."""
+"""torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; here too, bit-exactly."""
 _DROPOUT_STREAM, _UPDATE_STREAM, _BORDER_STREAM = 0, 1, 2
 
 
@@ -73,7 +73,7 @@ class Trainer(PlanEngine):
         check_history(plan.for_phase(Phase.FULL), has_hook, f"optimizer.kind = '{config.optimizer.kind}'")
         self.config = config
         self.plan = plan.for_phase(Phase.FULL)
-        """Of FULL, whatever the phase."""
+        """Plan of phase FULL."""
         self.phase = Phase.FULL
         self.steps_done = 0
         self.transfer = transfer
@@ -82,7 +82,7 @@ class Trainer(PlanEngine):
         self._limits: StepLimits | None = None
         self._share = StepShare(0, ())
         self.previous_norm: Tensor | None = None
-        """Of the last step's gradients, where updates are clipped by it."""
+        """Gradient norm of the last step, by which previous-norm clipping scales."""
         with_gradients = (plan.for_phase(phase) for phase in Phase if phase is not Phase.PREDICT)
         is_half = any(table.compute_dtype is Codec.FLOAT16 for table in with_gradients)
         self.loss_scale = LossScale() if is_half else None
@@ -126,9 +126,9 @@ class Trainer(PlanEngine):
                 self.stages.pass_tied()
 
     def enter_phase(self, phase: Phase) -> None:
-        """Switch to the plan of ``phase``: it decides all storage and the course of steps.
+        """Switch to the plan of ``phase``.
 
-        What FULL trains comes back to the bit; plans that could not are refused by ``compose``.
+        Trained values are restored bit-exactly in FULL; ``compose`` rejects plans that could not.
         """
         if phase is self.phase:
             return
@@ -168,9 +168,9 @@ class Trainer(PlanEngine):
         Args:
             batches: One per accumulation step; with several ranks this one's, ``grad_accum_steps`` / world in order; in
                 a pipeline all of them.
-            hook: What is done to every slice of a parameter right after its update; None: what the optimizer says.
+            hook: Work on every slice of a parameter right after its update; None: the optimizer's.
             limits: Loss and gradient norm beyond which the step is refused.
-            lr_factor: Of the scheduled learning rate.
+            lr_factor: Factor of the scheduled learning rate.
 
         Raises:
             SpikeError: a limit is exceeded; nothing was applied, as with ``DivergenceError``.
@@ -359,9 +359,9 @@ class Trainer(PlanEngine):
         """Return the error of a refused step, after dropping its gradients."""
         layers = () if issubclass(kind, SpikeError) else self.executor.grads.non_finite()
         self.executor.drop()
-        outcome = "The step was not applied."
+        outcome = "The update was not applied."
         if is_applied:
-            outcome = "Blocks were updated already; resume from the last checkpoint."
+            outcome = "Some blocks are already updated; resume from the last checkpoint."
         return kind(
             f"step {step}: {fault}. {outcome} "
             f"Lower optimizer.lr ({self.config.optimizer.lr}), lengthen schedule.warmup_steps, or check data.",

@@ -14,13 +14,13 @@ class LrSchedule:
     """Shape of the learning rate, relative to its peak."""
 
     kind: Literal["cosine", "constant"] = "cosine"
-    """cosine: falls to ``final_fraction``. constant: stays."""
+    """cosine: decays to ``final_fraction``. constant: stays at the peak after the warm-up."""
     warmup_steps: int = 100
     """Steps of linear growth from 0."""
     total_steps: int = 1000
     """Step at which cosine reaches ``final_fraction``."""
     final_fraction: float = 0.1
-    """Of the peak, at the end of cosine."""
+    """Fraction of the peak at the end of cosine."""
 
     def __post_init__(self) -> None:
         warmup, total = self.warmup_steps, self.total_steps
@@ -46,16 +46,16 @@ class LrSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardConfig:
-    """Reactions to a step whose loss or gradients are no finite numbers, or whose loss leaps."""
+    """Reactions to a step with a loss spike, or with NaN or infinity in loss or gradients."""
 
     on_nan: Literal["stop", "skip", "roll_back"] = "stop"
-    """skip: nothing of the batch is applied, it is left out; roll_back: to the last checkpoint, without that batch."""
+    """Action on NaN or infinity: fail; skip the batch; or roll_back to the last checkpoint, without that batch."""
     on_spike: Literal["say", "stop", "skip", "roll_back"] = "say"
-    """say: print a line and continue."""
+    """Action on a loss spike: say prints a line and continues; the others as on_nan."""
     spike_nats: float = 2.0
-    """A loss is a spike where it is so far above the median of those of the last 64 steps."""
+    """Nats above the median loss of the last 64 steps that count as a spike."""
     max_faults: int = 8
-    """Batches that a run leaves out, over all its parts; one more ends it."""
+    """Most batches that a run may skip, resumed parts included; one more ends it."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -72,4 +72,4 @@ class TrainerConfig:
     optimizer: Optimizer = field(default_factory=AdamWConfig)
     schedule: LrSchedule = field(default_factory=LrSchedule)
     seed: int = 0
-    """Of initial weights, dropout and stochastic rounding."""
+    """Seed of initial weights, dropout and stochastic rounding."""

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from hybridtrain.config.decode import Unions, load_toml
-from hybridtrain.config.rules import Most, above_most, below_least
+from hybridtrain.config.rules import AtMost, below_least, faults_above_most
 from hybridtrain.data.data_config import DataConfig
-from hybridtrain.hybrid.config import HybridConfig, rival_faults
+from hybridtrain.hybrid.config import HybridConfig, shared_state_faults
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import OPTIMIZERS, AdamWConfig, Optimizer
@@ -22,7 +22,7 @@ _UNIONS: Final[Unions] = {
     Optimization: OPTIMIZATIONS,
     Optimizer: {**OPTIMIZERS, "": AdamWConfig},
 }
-"""What a file names by ``kind``."""
+"""Classes that a file selects by ``kind``."""
 
 
 def load_config(path: Path | str) -> "TrainFile":
@@ -36,7 +36,7 @@ def load_config(path: Path | str) -> "TrainFile":
         path: A TOML file; a table without ``kind`` under [optimizer] is AdamW's.
 
     Raises:
-        ConfigError: everything that is wrong with it, each fault with its path, what is allowed and the nearest name.
+        ConfigError: all faults of the file, each with its path, what is allowed, and the nearest name.
     """
     return load_toml(TrainFile, Path(path), unions=_UNIONS)
 
@@ -48,46 +48,46 @@ class TrainFile:
     model: ModelSpec
     workload: BatchWorkload
     optimizations: tuple[Optimization, ...] = ()
-    """What makes the stack; each is a table of its own."""
+    """The stack; each optimization is a table of its own."""
     optimizer: Optimizer = field(default_factory=AdamWConfig)
-    """AdamW where no kind is given."""
+    """The optimizer; default kind: AdamW."""
     schedule: LrSchedule = field(default_factory=LrSchedule)
     hybrid: HybridConfig | None = None
-    """Hybrid predictive training; None: every step is a true one."""
+    """Hybrid predictive training; None: plain training."""
     adapter_from: Path | None = None
-    """Folder of PEFT with the first values of adapters; None: they begin as nothing."""
-    seed: Annotated[int, Most(2**63 - 1)] = 0
-    """Of first weights, order of the text, dropout and stochastic rounding."""
+    """PEFT folder with initial adapter values; None: new adapters."""
+    seed: Annotated[int, AtMost(2**63 - 1)] = 0
+    """Seed of initial weights, order of the text, dropout and stochastic rounding."""
     num_steps: int = 1000
     """True steps."""
     save_every: int = 200
-    """True steps between checkpoints; one is always written at the end."""
+    """True steps between checkpoints; the last step always has one."""
     save_minutes: float = 30.0
-    """Minutes after which a state is saved besides; 0: only by steps."""
+    """Minutes between additional checkpoints; 0: none."""
     keep_last: int = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_hourly: int = 24
-    """Hours of which one checkpoint is kept besides, as long as there is room."""
+    """Number of further hours of which one checkpoint each is kept, while disk space allows."""
     guard: GuardConfig = field(default_factory=GuardConfig)
-    """Action on a step that is no number, and on one whose loss spikes."""
+    """Actions on NaN or infinity, and on loss spikes."""
     data: DataConfig | None = None
-    """What to train on; None: what the command names."""
+    """Training text; None: from the command line."""
     eval_every: int = 0
-    """True steps between evaluations on held-out text; 0: one at the end, where there is a [data] table."""
+    """True steps between evaluations on held-out text; 0: only at the end, with a [data] table."""
     sample_prompt: str = "\n"
-    """What the sample at the end begins with."""
-    sample_tokens: Annotated[int, Most(2**16)] = 200
-    """Tokens of it; 0: none."""
+    """Prompt of the sample at the end."""
+    sample_tokens: Annotated[int, AtMost(2**16)] = 200
+    """Tokens of the sample; 0: no sample."""
 
     def __post_init__(self) -> None:
         faults = below_least(self, ("num_steps", "save_every", "keep_last")) + below_least(
             self, ("sample_tokens", "seed", "eval_every", "keep_hourly", "save_minutes"), least=0
         )
-        faults += above_most(self)
+        faults += faults_above_most(self)
         holds_out = self.data is None or self.data.validation is not None or self.data.held_out_percent
         if self.eval_every and not holds_out:
             faults.append(
-                f"eval_every: {self.eval_every} needs something to validate on; set data.validation, a "
+                f"eval_every: {self.eval_every} needs held-out text; set data.validation, a "
                 "data.validation_percent above 0, or eval_every = 0"
             )
         try:
@@ -100,7 +100,8 @@ class TrainFile:
             steps = 1
         if self.workload.batch_size % steps:
             faults.append(
-                f"workload.batch_size: {self.workload.batch_size} must be a multiple of accumulation's steps ({steps})"
+                f"workload.batch_size: {self.workload.batch_size} must be a multiple of grad_accumulation's "
+                f"grad_accum_steps ({steps})"
             )
         model = self.model.resolve()
         if self.workload.seq_len > model.max_seq_len:
@@ -109,11 +110,11 @@ class TrainFile:
             )
         faults += _state_faults(self)
         if self.hybrid is not None:
-            faults += rival_faults(self.optimizer, self.hybrid)
+            faults += shared_state_faults(self.optimizer, self.hybrid)
             if self.guard.on_spike != "say":
                 faults.append(
-                    f"guard.on_spike: '{self.guard.on_spike}' is for plain runs, a hybrid one has a guard of its own; "
-                    "set 'say'"
+                    f"guard.on_spike: '{self.guard.on_spike}' is for plain runs only, as hybrid training has its own "
+                    f"guard; set 'say'"
                 )
             from hybridtrain.hybrid.watch import LossWatch  # noqa: PLC0415  plain training imports no forecaster
 
@@ -138,6 +139,7 @@ def _state_faults(file: TrainFile) -> Iterator[str]:
     if wanted not in kept:
         state = f"that of '{kept[0]}'" if kept else "none"
         yield (
-            f"{owner} needs the state of predictor '{wanted}', the stack keeps {state}; set [[optimizations]] with "
+            f"{owner} needs the state of predictor '{wanted}', but the stack stores {state}; set [[optimizations]] "
+            f"with "
             f"kind = 'predictor_state' and predictor = '{wanted}'"
         )

@@ -12,7 +12,7 @@ def to_gib(num_bytes: float) -> float:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return bytes as text with a binary unit, three significant digits; infinite ones are any number."""
+    """Return bytes as text with a binary unit, three significant digits; infinity is "any number"."""
     if num_bytes == float("inf"):
         return "any number"
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

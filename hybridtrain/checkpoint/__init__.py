@@ -1,4 +1,4 @@
-"""Saving and resuming a run: a folder of checkpoints, each a manifest beside files of tensors, complete or absent."""
+"""Saving and resuming a run: a folder of checkpoints, each a manifest with tensor files, written atomically."""
 
 from hybridtrain.checkpoint.load import load_checkpoint
 from hybridtrain.checkpoint.saver import CheckpointSaver

@@ -26,9 +26,9 @@ def generations(folder: Path) -> list[Path]:
 
 
 def newest_generation(folder: Path, say: Say) -> Generation:
-    """Return the newest checkpoint whose every byte is intact; raises ``ConfigError`` if none is.
+    """Return the newest checkpoint whose checksums match; raises ``ConfigError`` if there is none.
 
-    Damaged ones that are newer are set aside as ``damaged-*``, each with a line to ``say``.
+    Newer damaged ones are renamed to ``damaged-*``, each reported to ``say``.
     """
     faults: list[tuple[Path, str]] = []
     for path in reversed(generations(folder)):
@@ -42,28 +42,29 @@ def newest_generation(folder: Path, say: Say) -> Generation:
             aside = damaged.with_name(f"{_DAMAGED}{damaged.name}")
             shutil.rmtree(aside, ignore_errors=True)
             damaged.replace(aside)
-            say(f"{damaged}: damaged checkpoint ({fault}), moved to {aside.name}")
+            say(f"{damaged}: the checkpoint is damaged ({fault}); renamed to {aside.name}")
         if faults:
             say(f"resuming from {path.name}, the newest intact checkpoint")
         return generation
     if faults:
         told = [
-            f"{path.name}: damaged checkpoint ({fault}); use a copy of it or start a new run" for path, fault in faults
+            f"{path.name}: the checkpoint is damaged ({fault}); restore a copy of it, or start a new run"
+            for path, fault in faults
         ]
         raise ConfigError(str(folder), told)
     if (old := folder.parent / "state.pt").is_file():
         fault = (
-            "a checkpoint of an earlier version, one file without checksums; it must be a folder in "
-            f"{folder.name}/: finish this run with the version that began it, or start a new run in another --out"
+            "is a single-file checkpoint of an earlier version; this version reads folders in {folder.name}/ only: "
+            "finish the run with the earlier version, or start a new run in another --out"
         )
         raise ConfigError(str(old), [fault])
     raise ConfigError(str(folder), ["there is no checkpoint to resume from; start without --resume"])
 
 
 def thin_out(folder: Path, *, keep_last: int, keep_hourly: int, spare_bytes: int) -> None:
-    """Remove all but the ``keep_last`` newest, at least 1, and the first of each of ``keep_hourly`` hours.
+    """Remove old checkpoints but the ``keep_last`` (at least 1) newest and the first of ``keep_hourly`` hours.
 
-    With less than ``spare_bytes`` of free space those of the hours go too, the oldest first.
+    With less than ``spare_bytes`` of free space hourly ones are removed too, the oldest first.
     """
     older = generations(folder)[:-keep_last]
     hours: dict[int, Path] = {}
@@ -79,7 +80,7 @@ def thin_out(folder: Path, *, keep_last: int, keep_hourly: int, spare_bytes: int
 
 
 def remove_generation(path: Path) -> None:
-    """Remove a checkpoint; if interrupted, the next run removes the partial rest."""
+    """Remove a checkpoint; after an interruption the next run removes the rest."""
     leaving = path.with_name(f".{path.name}.leaving.partial")
     path.replace(leaving)
     shutil.rmtree(leaving, ignore_errors=True)

@@ -10,7 +10,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.trainer import Trainer
 
 _NAME_ONLY = "data.name"
-"""Shown beside a difference and makes none: a corpus may be renamed."""
+"""Shown beside a difference, but never compared: a corpus may be renamed."""
 _DATA = "data"
 _LAYOUT = "plan"
 _MEANING = (
@@ -18,9 +18,9 @@ _MEANING = (
     "plan.adapter_alpha", "plan.adapter_scaling", "plan.adapter_dropout", "plan.adapter_targets",
     "plan.adapter_magnitude",
 )  # fmt: skip
-"""Settings of a plan that decide what is trained; the others decide place and bits."""
+"""Plan settings that change what is trained; the others change only placement and format."""
 _FIXED = ("model", "optimizer.kind", "hybrid", *(name for name in _MEANING if "scale_lr" not in name))
-"""Settings that can never change: the saved tensors would mean something else."""
+"""Settings that can never change: saved tensors would have another meaning."""
 
 
 def settings_of(
@@ -41,21 +41,21 @@ def differences(
 ) -> tuple[list[str], list[str]]:
     """Compare a checkpoint's settings with the current ones; ``allowed`` names, or prefixes before a dot, may change.
 
-    Returns a sentence for each setting that must not differ, and a line for each that changes; raises ``ConfigError``
-    if no setting has an allowed name.
+    Returns an error for each setting that must not differ, and a line for each allowed change; raises ``ConfigError``
+    if an allowed name matches no setting.
     """
     allowed, known = tuple(allowed), {**given, **saved}
     if unknown := [name for name in allowed if name != _DATA and not any(_is_in(setting, [name]) for setting in known)]:
         groups = sorted({name.partition(".")[0].partition(" ")[0] for name in known})
         raise ConfigError(
-            "settings that may change", [unknown_name("setting", name, [*groups, *known]) for name in unknown]
+            "settings allowed to change", [unknown_name("setting", name, [*groups, *known]) for name in unknown]
         )
     names = [name for name in known if given.get(name) != saved.get(name)]
     if names == [_NAME_ONLY]:
         return [], []
     refused, changed = [], []
     for name in names:
-        change = f"{name}: {_shown(saved, name)} in the run that was saved, {_shown(given, name)} now"
+        change = f"{name}: {_shown(saved, name)} in the checkpoint, {_shown(given, name)} in this run"
         is_layout = name.startswith((f"{_LAYOUT}.", f"{_LAYOUT} in ")) and not _is_in(
             name.replace(" in ", "."), _MEANING
         )

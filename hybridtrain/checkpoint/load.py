@@ -1,4 +1,4 @@
-"""Resuming: a checkpoint is checked byte by byte and field by field, then written into a trainer of any stack."""
+"""Resuming: a checkpoint is verified completely, then loaded into a trainer of any stack."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,23 +48,23 @@ def load_checkpoint(
     say: Say | None = None,
     allowed: Sequence[str] = (),
 ) -> Generation:
-    """Resume from the newest intact checkpoint: under the same stack the next step is bit-equal to the saved run's.
+    """Resume from the newest intact checkpoint: under the same stack the next step is bit-equal.
 
-    Under another stack values are the same wherever it can hold them.
+    Under another stack each value is equal where its storage format can hold it exactly.
 
     Args:
-        trainer: Gets the state.
-        folder: Of all generations.
+        trainer: The trainer to restore.
+        folder: The folder of all checkpoints.
         hybrid: The cycle around the trainer, if there is one.
-        data: What identifies the batches.
-        say: Gets a line for each setting that changed, kind of value that is rounded, and damaged checkpoint.
-        allowed: Settings that may be others than the saved run's, by name or what names begin with (``schedule``).
+        data: Settings that identify the batches, by dotted name.
+        say: Called with a line for each changed setting, each kind of rounded value and each damaged checkpoint.
+        allowed: Settings that may differ from the saved run's, by name or name prefix (``schedule``).
 
     Returns:
-        What was loaded: its settings, and what was saved as ``extra``.
+        The loaded checkpoint with its settings and ``extra``.
 
     Raises:
-        ConfigError: no checkpoint is whole, or it is of a run with other settings or data; each difference is a fault.
+        ConfigError: no checkpoint is intact, or settings or data differ; each difference is a fault.
     """
     say = say or (lambda _: None)
     generation = _same_generation(trainer.group, folder, say)
@@ -98,7 +98,10 @@ def _same_generation(group: Group, folder: Path, say: Say) -> Generation:
     steps = {int(step) for step in group.gather_numbers([generation.manifest.steps_done])}
     if len(steps) > 1:
         told = " and ".join(map(str, sorted(steps)))
-        fault = f"ranks find checkpoints after {told} steps; all must see the same folder: put --out on a shared disk"
+        fault = (
+            f"ranks find checkpoints after {told} steps; all ranks must read the same folder: put --out on a "
+            f"shared disk"
+        )
         raise ConfigError(str(folder), [fault])
     return generation
 
@@ -113,7 +116,7 @@ def _require_fit(trainer: Trainer, manifest: Manifest, files: Files) -> None:
         for (name, parameter), state in zip(unit.parameters, trainer.states.settled(unit.name), strict=True):
             _require(name in entries, f"parameter '{name}' is missing")
             entry, shape = entries[name], tuple(parameter.shape)
-            _require(entry.shape == shape, f"'{name}' of shape {entry.shape}, {shape} now")
+            _require(entry.shape == shape, f"'{name}' of shape {entry.shape}, {shape} in this run")
             _require_shapes(entry.tensors, _weight_shapes(entry), files)
             for slot in (*state.slots, *state.extra):
                 _require(slot.spec.name in entry.states, f"'{name}' has no {slot.spec.name}")
@@ -174,7 +177,7 @@ class _Loader:
         self._conversions: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
         """Largest error of each tensor that was converted, as a share of its largest value, by kind and formats."""
         self._error = self._largest = 0.0
-        """Of the tensor at work."""
+        """Errors of the current tensor."""
 
     def fill(self) -> Iterator[str]:
         """Write everything; yield a sentence for each kind of conversion."""
@@ -204,8 +207,8 @@ class _Loader:
         norm = manifest.previous_norm
         trainer.previous_norm = None if norm is None else torch.tensor(norm, device=trainer.transfer.device)
         for (kind, source, target), errors in self._conversions.items():
-            loss = f"rounded, by at most {100 * max(errors):.2g} % of the largest value of a tensor"
-            how = loss if max(errors) else "every value held exactly"
+            loss = f"rounded; the largest error is {100 * max(errors):.2g} % of the tensor's largest value"
+            how = loss if max(errors) else "all values exact"
             yield f"converted: {kind} of {len(errors)} tensors from {source} to {target}, {how}"
 
     def _fill_weight(self, weight: StoredWeight, state: ParameterState, entry: ParameterEntry) -> None:
@@ -227,7 +230,7 @@ class _Loader:
                 if not is_same:
                     self._compare(storage.load(target, master_P), value_P)
             if master_P is not None:
-                assert state.master_weight is not None, "made with the first values"
+                assert state.master_weight is not None, "initialized with the first values"
                 within, kept = overlap(part, trainer.shards.own(state.parameter.numel()))
                 if kept.stop > kept.start:
                     master_P = master_P[within].to(trainer.transfer.device)
@@ -307,5 +310,5 @@ def _write(stored: Stored, part: slice, content_P: Tensor) -> None:
     if isinstance(stored, Tensor):
         stored.view(-1)[part].copy_(content_P)
         return
-    assert stored.buffer.content is not None, "a dry run has nothing to load"
+    assert stored.buffer.content is not None, "a dry run cannot load a checkpoint"
     stored.buffer.content.write(stored.offset + part.start * stored.dtype.itemsize, content_P)

@@ -1,7 +1,7 @@
-"""The table of a generation's tensors: ``manifest.json``, with a checksum for every tensor and one for itself.
+"""A checkpoint's ``manifest.json``: its tensors, with a checksum for each and one for itself.
 
-Checksums of tensors are CRC-32, the fastest that Python brings along: every flipped bit and every burst of 32 is found,
-any other damage but for one chance in 2^32. The manifest has a SHA-256, and must be written as it was.
+Tensors have CRC-32 checksums, the fastest in Python's standard library; they miss damage with a probability of 2^-32.
+The manifest has a SHA-256.
 """
 
 import json
@@ -24,7 +24,7 @@ SCHEMA = 6
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 24
 TENSOR_KEY = "$tensor"
-"""In the state of the cycle: the name of the tensor that stands there."""
+"""Key in the cycle's state whose value is the name of a stored tensor."""
 _READERS = min(4, os.cpu_count() or 1)
 
 
@@ -34,7 +34,7 @@ class SavedFile:
 
     num_bytes: int
     header_crc32: int
-    """Of everything before the values."""
+    """CRC-32 of the header, which precedes the values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ class StateEntry:
     """One tensor of optimizer state of one parameter."""
 
     format: str
-    """One of ``STATE_FORMATS``."""
+    """Name of the format, a key of ``STATE_FORMATS``."""
     tensors: tuple[str, ...]
-    """Its stored tensors; none before the first update."""
+    """Names of the stored tensors; empty before the first update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Manifest:
     saved_at: float
     """Seconds since 1970."""
     born_after: int
-    """Steps done when the optimizer's state began."""
+    """Step after which the optimizer's state was created."""
     previous_norm: float | None
     loss_scale: LossScale | None
     parameters: dict[str, ParameterEntry]
@@ -84,7 +84,10 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if not 0 <= self.born_after <= self.steps_done:
-            raise ValueError(f"steps_done: {self.steps_done} and born_after: {self.born_after} are no counts of steps")
+            raise ValueError(
+                f"steps_done: {self.steps_done} and born_after: {self.born_after} must be step counts "
+                f"from 0, steps_done the larger; use an older checkpoint"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +98,12 @@ class Generation:
     manifest: Manifest
     settings: JsonMapping
     cycle: JsonMapping | None
-    """State of the cycle around the trainer; tensors in it are named."""
+    """State of the hybrid cycle; tensors are referenced by name."""
     extra: JsonMapping
     """Extra values of the caller."""
 
     def tensors(self) -> Mapping[str, FileTensor]:
-        """Return all tensors, to be read range by range."""
+        """Return all tensors; their values are read on demand."""
         return {
             name: tensor
             for file in self.manifest.files
@@ -114,7 +117,7 @@ def write_manifest(folder: Path, manifest: Manifest, content: JsonMapping) -> No
 
 
 def read_generation(folder: Path) -> Generation:
-    """Read a manifest, but no tensors; raises ``ValueError`` if it is damaged, or of another schema."""
+    """Read a manifest without tensors; raises ``ValueError`` if it is damaged or of another schema."""
     text = (folder / MANIFEST).read_bytes()
     try:
         content = json.loads(text)["content"]
@@ -122,9 +125,9 @@ def read_generation(folder: Path) -> Generation:
             raise ValueError(f"{MANIFEST} has changed since it was written")
         state, settings, cycle, extra = (content[key] for key in ("state", "settings", "cycle", "extra"))
         if state["schema"] != SCHEMA:
-            raise ValueError(f"schema {state['schema']}, this program reads {SCHEMA}")
+            raise ValueError(f"schema {state['schema']}, this version reads {SCHEMA}")
         if not all(isinstance(part, dict) for part in (settings, extra, {} if cycle is None else cycle)):
-            raise ValueError(f"{MANIFEST} lacks its settings")
+            raise ValueError(f"{MANIFEST} has no settings")
         manifest = decode(Manifest, state, source=MANIFEST)
     except ConfigError as error:
         raise ValueError("; ".join(error.faults)) from error

@@ -1,8 +1,7 @@
-"""A trainer's saved tensors: every trained parameter by name in the widest form held, and state by its format.
+"""A trainer's saved tensors: each trained parameter by name in its most exact form, and state in its storage format.
 
-Neither says where anything lives, nor which weights are rounded from a master: another stack reads the same files.
-Ranks of which each holds a range, or a stage with some of the parameters, are saved as one process would be: the first
-one reads what the others give.
+Files do not depend on placement or on master weights, so that another stack can read them. Sharded ranks and pipeline
+stages are saved as by one process: the first rank gathers the others' parts.
 """
 
 import json
@@ -27,7 +26,7 @@ from hybridtrain.memory.tier_tensor import Stored
 from hybridtrain.trainer import Trainer
 
 Read = Callable[[slice, Tensor | None], Tensor]
-"""Returns a flat range of a tensor's elements on the CPU: in the second argument, where one is given."""
+"""Returns a flat range of a tensor's elements on the CPU, written to the second argument where one is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +38,21 @@ class SavedTensor:
     dtype: torch.dtype
     read: Read
     is_shared: bool = False
-    """Several ranks must read it together, range by range in the same order."""
+    """Whether all ranks must read it together, range by range in the same order."""
     must_be_finite: bool = True
 
     @property
     def num_bytes(self) -> int:
-        """Of the values."""
+        """Bytes of the values."""
         return prod(self.shape) * self.dtype.itemsize
 
     def parts(self) -> Iterator[slice]:
-        """Yield the ranges in which it is read and written."""
+        """Yield the ranges in which the tensor is read and written."""
         return parts(prod(self.shape))
 
 
 def saved_parameters(trainer: Trainer) -> tuple[list[SavedTensor], dict[str, ParameterEntry]]:
-    """Return all tensors of parameters and their state, with their meaning; no copy may be in flight."""
+    """Return all tensors of parameters and their state with their descriptions; no copy may be in flight."""
     tensors: list[SavedTensor] = []
     entries: dict[str, ParameterEntry] = {}
     for name, saved_as, weight, state in _parameters(trainer):
@@ -69,7 +68,10 @@ def saved_parameters(trainer: Trainer) -> tuple[list[SavedTensor], dict[str, Par
 
 
 def state_bytes(trainer: Trainer) -> int:
-    """Return the bytes of a checkpoint by arithmetic, also before there is any optimizer state; all ranks ask."""
+    """Return the size of a checkpoint in bytes, by arithmetic; also valid before optimizer state exists.
+
+    All ranks must call it.
+    """
     total = 0
     for _, _, weight, state in _parameters(trainer):
         shape = tuple(state.parameter.shape)
@@ -101,7 +103,7 @@ def _weight(
     if state.master_weight is not None:
         master = _saved(name, state.master_weight, shape, _cuts(shards, prod(shape)), shards)
     if isinstance(storage, Split16Master):
-        assert master is not None, "a split master is always kept"
+        assert master is not None, "a split16 weight without a master"
         read, is_shared = partial(_joined, storage, upper.read, master.read), upper.is_shared or master.is_shared
         yield replace(upper, shape=shape, dtype=torch.float32, read=read, is_shared=is_shared)
         return
@@ -157,7 +159,7 @@ def _of_tensor(flat: Tensor, part: slice, out: Tensor | None) -> Tensor:
 def _of_tier(stored: Stored, part: slice, out: Tensor | None) -> Tensor:
     """Read from where it lives; a tensor on disk is never loaded whole."""
     assert not isinstance(stored, Tensor), "of tensors on the device"
-    assert stored.buffer.content is not None, "a dry run has nothing to save"
+    assert stored.buffer.content is not None, "a dry run cannot save a checkpoint"
     with _disable_current_modes():  # host memory is not the ledger's
         values_P = torch.empty(part.stop - part.start, dtype=stored.dtype) if out is None else out
     stored.buffer.content.read(stored.offset + part.start * stored.dtype.itemsize, values_P)
@@ -229,18 +231,18 @@ def _of_all_stages(
 
 
 class HostCopies:
-    """Copies of tensors in host memory; every ``keep`` refreshes them in place."""
+    """Copies of tensors in host memory; every ``keep`` updates them in place."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Held."""
+        """Bytes of all copies."""
         return sum(tensor.nbytes for tensor in self._copies.values())
 
     def keep(self, tensor: SavedTensor) -> SavedTensor:
-        """Return the tensor as it is now, to be read from a copy."""
+        """Copy the tensor's present values; return the tensor that reads from the copy."""
         with _disable_current_modes():
             held = self._copies.get(tensor.name)
             if held is None or held.dtype != tensor.dtype or held.numel() != prod(tensor.shape):

@@ -1,4 +1,4 @@
-"""Saving: a copy at the end of a step, written in the background; or written at once where memory holds no copy."""
+"""Saving: a copy at the end of a step, written in the background; without memory for a copy, written at once."""
 
 import errno
 import math
@@ -33,19 +33,19 @@ from hybridtrain.units import GIB
 
 _SHARD_BYTES = 4 * GIB
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_ADVICE = "what was saved before is as it was. Make room, or choose an --out on a larger disk."
+_ADVICE = "earlier checkpoints are unchanged. Free disk space, or choose an --out on a larger disk."
 
 
 class CheckpointSaver:
-    """Saves checkpoints of a run in the background; at the end of a ``with`` the disk has everything.
+    """Saves checkpoints of a run in the background; leaving a ``with`` block waits until the last one is on disk.
 
     Args:
-        folder: Of all generations.
-        keep_last: Newest ones that are kept.
-        keep_hourly: Hours of which one is kept besides.
-        copies_to_host: Whether the state is copied to host memory and written from there; None: where half of what is
-            free holds it. Else it is written before ``save`` returns, slice by slice, and what remains to be done
-            beside the next steps is waiting for the disk.
+        folder: The folder of all checkpoints.
+        keep_last: Number of newest checkpoints to keep.
+        keep_hourly: Number of further hours of which one checkpoint each is kept.
+        copies_to_host: Whether to copy the state to host memory and write from there. None: copy if the state fits in
+        half of the free host memory. Otherwise ``save`` writes slice by slice before it returns; only the disk's flush
+        overlaps the next steps.
         clock: Seconds since 1970.
     """
 
@@ -55,18 +55,20 @@ class CheckpointSaver:
     ) -> None:  # fmt: skip
         self.folder = folder
         self.saved_step = -1
-        """Of the last call of ``save``."""
+        """Step of the last call of ``save``."""
         self._keep_last = keep_last
         self._keep_hourly = keep_hourly
         self._copies_to_host = copies_to_host
         self._copies = HostCopies()
         self._clock = clock
         self._last: Future[None] = _completed()
-        """Of the last save."""
+        """Result of the last save."""
         self._gives_up = False
 
     def require_room(self, trainer: Trainer, num_there: int) -> None:
-        """Raise ``DiskSpaceError`` before the first step unless all generations that are kept, and one more, have room.
+        """Raise ``DiskSpaceError`` unless the disk has room for all kept checkpoints and one more.
+
+        All ranks must call it; the first one checks. ``num_there`` checkpoints exist already.
 
         All ranks ask, the first one looks; the folder has ``num_there`` generations already.
         """
@@ -74,8 +76,8 @@ class CheckpointSaver:
         if trainer.group.rank:
             return
         count = max(self._keep_last + 1 - num_there, 1)
-        need = f"{count} checkpoints ({self._keep_last} are kept while the next is written)"
-        advice = "nothing was trained. Make room, choose an --out on a larger disk, or lower keep_last."
+        need = f"{count} checkpoints ({self._keep_last} kept, one being written)"
+        advice = "training has not started. Free disk space, choose an --out on a larger disk, or lower keep_last."
         require_room(self.folder, count * num_bytes, need, advice)
 
     def save(
@@ -85,17 +87,17 @@ class CheckpointSaver:
         data: Mapping[str, JsonValue] | None = None,
         extra: JsonMapping | None = None,
     ) -> None:
-        """Save everything the next step depends on, after waiting for the previous save.
+        """Save everything that the next step depends on; waits for the previous save.
 
         Args:
-            trainer: What is saved.
+            trainer: The trainer to save.
             hybrid: The cycle around the trainer, if there is one.
-            data: What identifies the batches, by dotted name: must be the same when the checkpoint is loaded.
-            extra: What else to keep; of what ``load_checkpoint`` returns it is the ``extra``.
+            data: Settings that identify the batches, by dotted name; they must be equal on resume.
+            extra: Further values of the caller; ``load_checkpoint`` returns them as ``extra``.
 
         Raises:
             DivergenceError: a value is not finite; nothing was written.
-            DiskSpaceError: the disk is full; what was saved before is as it was.
+            DiskSpaceError: the disk is full; earlier checkpoints are unchanged.
             StateError: the disk failed.
         """
         self.finish()
@@ -157,17 +159,17 @@ class CheckpointSaver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the checkpoint is on disk; raises what ``save`` does."""
+        """Wait until the checkpoint is on disk; raises the errors of ``save``."""
         last, self._last = self._last, _completed()
         last.result()
 
     @property
     def fault(self) -> BaseException | None:
-        """The error of the last save, after waiting for its end."""
+        """The error of the last save; waits for its end."""
         return self._last.exception()
 
     def forget_fault(self) -> None:
-        """Wait for the last save and clear its error: an older checkpoint is used."""
+        """Wait for the last save and clear its error, before an older checkpoint is loaded."""
         wait([self._last])
         self._last = _completed()
 
@@ -222,9 +224,9 @@ class CheckpointSaver:
                         values_P = tensor.read(part, None).contiguous()
                         if is_checked and not all(map(math.isfinite, torch.aminmax(values_P))):
                             raise DivergenceError(
-                                f"step {step}: {tensor.name} holds a value that is no finite number; it must be one. "
-                                f"{folder.parent} is as it was. Lower optimizer.lr ({lr}), set optimizer.max_grad_norm "
-                                f"or check data.",
+                                f"step {step}: {tensor.name} holds NaN or infinity; all saved values must be finite. "
+                                f"Earlier checkpoints in {folder.parent} are unchanged. Lower optimizer.lr ({lr}), "
+                                f"set optimizer.max_grad_norm or check the data.",
                                 layers=[tensor.name], is_applied=True, step=step,
                             )  # fmt: skip
                         total = zlib.crc32(values_P.view(torch.uint8).numpy().data, total)
@@ -276,5 +278,7 @@ def _without_tensors(value: object, path: str, tensors: list[SavedTensor]) -> Js
         return {str(key): _without_tensors(item, f"{path}/{key}", tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_tensors(item, f"{path}/{number}", tensors) for number, item in enumerate(value)]
-    assert value is None or isinstance(value, bool | int | float | str), f"{path}: {type(value)} is none of a state's"
+    assert value is None or isinstance(value, bool | int | float | str), (
+        f"{path}: {type(value)} is not a type that a state can hold"
+    )
     return value

@@ -26,6 +26,10 @@ def list_names(kind: Kind | None = None, /, *, common: Recorded = RECORDED) -> A
             return answer
     kinds = [kind] if kind else [other for other in get_args(Kind) if other != "optimizers"]
     names = {name: known_names(name, common.scenarios) for name in kinds}
+    if kind == "cards":
+        from hybridtrain.reports.card_table import card_table
+
+        return Answer(text=card_table(), content=names)
     if kind is not None:
         about = described(kind)
         return Answer(text="\n".join(f"{n}: {about[n]}" if n in about else n for n in names[kind]), content=names)

@@ -4,7 +4,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from shutil import get_terminal_size
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -79,7 +80,7 @@ def dry_run(
     from hybridtrain.models.model_config import asked_workload
     from hybridtrain.planning.dry_runs import DryRunInputs
     from hybridtrain.reports.dry_run_report import plan_run
-    from hybridtrain.reports.fit_report import parse_host
+    from hybridtrain.reports.fit_arguments import parse_host
     from hybridtrain.stacks import stack_folder
     from hybridtrain.virtual_gpu.cards.card import find_card
     from hybridtrain.virtual_gpu.cards.links import World
@@ -106,6 +107,7 @@ def virtual(
     world: Count | None = None,
     rank: int = 0,
     link: str = "pcie",
+    explain: Flag = False,
     allocation: Allocation = ALLOCATION,
     common: Common = COMMON,
 ) -> Answer:
@@ -123,6 +125,7 @@ def virtual(
             Default: the launcher's number; without a launcher a single process.
         rank: Which one.
         link: Between the cards: pcie, nvlink, ethernet, or a .toml file with its figures.
+        explain: Also print bytes by class and module, each step, and every place where a placeholder value was read.
     """
     from hybridtrain.errors import ConfigError
     from hybridtrain.run.virtual_run import run_script
@@ -141,22 +144,23 @@ def virtual(
         raise ConfigError("virtual", [str(error)]) from error
     found = run_script(command, gpu, host_memory_bytes=memory, quiet=common.json)
     allocation.write(found.run)
-    return Answer(text=found.as_text(), content=found.as_mapping(), code=0 if found.fits else 1)
+    return Answer(text=found.as_text(explain=explain), content=found.as_mapping(), code=0 if found.fits else 1)
 
 
 def dummy_weights(folder: Path, /, *, common: Common = COMMON) -> Answer:  # noqa: ARG001  every verb takes them
     """Write weights that take no disk beside a model's config.json, for scripts that call from_pretrained.
 
-    Then run the script on that folder with hybridtrain virtual. Needs transformers; nothing is downloaded.
+    A new folder that is named as a preset gets the preset's config.json too. Then run the script on that folder with
+    hybridtrain virtual. Needs transformers; nothing is downloaded.
 
     Example: hybridtrain dummy-weights models/llama-3.1-8b
 
     Args:
-        folder: With the model's config.json (and its tokenizer, where the script loads one).
+        folder: New and named as a preset; or with the model's config.json, and the tokenizer that the script loads.
     """
-    from hybridtrain.virtual_gpu.facade.dummy_weights import write_dummy_weights
+    from hybridtrain.weights.dummy_weights import write_dummy_model
 
-    files, dtype = write_dummy_weights(folder)
+    files, dtype = write_dummy_model(folder)
     size = sum(file.stat().st_size for file in files)
     names, name = names_of(files), str(dtype).removeprefix("torch.")
     return Answer(
@@ -189,7 +193,8 @@ def recommend(
         scenario: Take model, card, host and workload of a scenario instead.
         write: Write the stack to a .toml file.
     """
-    from hybridtrain.reports.fit_report import FitArguments, recommend_command
+    from hybridtrain.reports.fit_arguments import FitArguments
+    from hybridtrain.reports.recommend_report import recommend_command
 
     report = recommend_command(
         FitArguments(model=model, card=card, host_memory=host_memory, seq=seq, tokens_per_step=tokens_per_step),
@@ -203,7 +208,7 @@ def fit(
     model: ModelName,
     /,
     *,
-    card: CardName,
+    card: CardName | None = None,
     host_memory: HostMemory = _HOST_MEMORY,
     seq: Count | None = None,
     tokens_per_step: Count | None = None,
@@ -212,27 +217,37 @@ def fit(
     margin: float | None = None,
     world: Count = 1,
     link: Link = "pcie",
+    solve: Literal["batch", "seq", "card", "host"] | None = None,
+    least: Flag = False,
     quick: Flag = False,
+    explain: Flag = False,
     write: Path | None = None,
     common: Recorded = RECORDED,
 ) -> Answer:
-    """List the options to train a model on a card or several: which fit, how fast, the bottleneck, the cost in quality.
+    """Say whether a model trains on a card or several: the fastest option, the smallest, and what they cost in quality.
 
     Exit code 1 when nothing fits.
 
-    Example: hybridtrain fit llama-7b --card rtx-4090 --host-memory 64GiB --write ways/
+    Example: hybridtrain fit llama-7b --card rtx-4090 --host-memory 64GiB --write options/
 
     Args:
         seq: Tokens per sequence; default: 2048, or the model's maximum if that is less.
         tokens_per_step: Tokens per optimizer step; default: 131072, rounded to whole sequences.
         tokens: Tokens in the data set; for the hours.
-        method: full (at each level of exactness), lora, qlora; with commas between them.
+        method: full (at each level of exactness, or the name of one), lora, qlora; with commas between them.
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
         world: Number of cards; optimizer state is sharded among them if the optimizer allows it (ZeRO).
-        quick: Skip the full dry run of the fastest option: a few seconds less, and all bytes are extrapolated.
+        solve: Find the largest micro-batch (batch), the longest sequence (seq), the smallest card of the catalogue
+            (card, without --card) or the least host memory (host) that fits, and what is full beyond it.
+        least: Show each method at the least memory of the card, not at its fastest.
+        quick: Skip full dry runs: a few seconds less, and all bytes are extrapolated.
+        explain: Show what each figure rests on too: evidence, bottleneck, checkpoint, quality in full.
         write: Folder for a stack file and a training file of every option that fits.
     """
-    from hybridtrain.reports.fit_report import FitArguments, fit_command
+    from hybridtrain.reports.fit_arguments import FitArguments
+    from hybridtrain.reports.fit_report import fit_command
+    from hybridtrain.reports.fit_text import WIDEST
+    from hybridtrain.reports.solve_report import solve_command
 
     arguments = FitArguments(
         model=model,
@@ -242,9 +257,20 @@ def fit(
         tokens_per_step=tokens_per_step,
         world=world,
         link=link,
+        verb="fit",
+        instead="name one (hybridtrain list cards), or a .toml file with its figures",
     )
+    width = min(WIDEST, get_terminal_size((WIDEST, 0)).columns)
+    say = common.note if explain else lambda _line: None
+    if solve is not None:
+        unused = {"--least": least, "--write": write is not None}
+        solved = solve_command(
+            arguments, solve, methods=method, margin=margin, confirm=not quick, say=say,
+            unused=[name for name, is_given in unused.items() if is_given],
+        )  # fmt: skip
+        return Answer(text=solved.as_text(width), content=solved.as_mapping(), code=0 if solved.fits else 1)
     report = fit_command(
-        arguments, tokens=tokens, methods=method, margin=margin, confirm=not quick, write=write, say=common.note,
-        scenarios=common.scenarios, results=common.results,
+        arguments, tokens=tokens, methods=method, margin=margin, confirm=not quick, write=write, say=say,
+        scenarios=common.scenarios, results=common.results, shows_least=least, explains=explain,
     )  # fmt: skip
-    return Answer(text=report.as_text(), content=report.as_mapping(), code=0 if report.fits else 1)
+    return Answer(text=report.as_text(width), content=report.as_mapping(), code=0 if report.fits else 1)

@@ -139,19 +139,11 @@ def known_names(kind: Kind, folder: Path | None = None) -> list[str]:
 
 
 def described(kind: Kind) -> dict[str, str]:
-    """Return descriptions by name: settings, defaults and presets of optimizations and optimizers; memory of cards."""
+    """Return settings, defaults and presets of optimizations and optimizers by name."""
     from dataclasses import MISSING, fields, is_dataclass
 
     from hybridtrain.optimizations import OPTIMIZATIONS
-    from hybridtrain.units import format_bytes
-    from hybridtrain.virtual_gpu.cards.card import card_catalogue
 
-    if kind == "cards":
-        return {
-            name: f"{card.name}, {format_bytes(card.memory_bytes)}, of these {format_bytes(card.context_bytes)} CUDA "
-            f"context{card.source_note and f'{_INDENT}{card.source_note}'}"
-            for name, card in card_catalogue().items()
-        }
     catalogue: Mapping[str, type] = {}
     if kind in {"optimizations", "optimizers"}:
         catalogue = OPTIMIZATIONS if kind == "optimizations" else _optimizers()

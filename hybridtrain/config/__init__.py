@@ -1,1 +1,1 @@
-"""Files <-> frozen dataclasses: strict in, canonical out. Schemas live where they are used."""
+"""Files <-> frozen dataclasses: strict decoding, canonical encoding."""

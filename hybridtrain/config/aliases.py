@@ -12,9 +12,9 @@ OPTIONS: Final[Mapping[str, dict[str, str]]] = {
     },
     "HybridConfig": {"predictor_memory_budget_mib": "predictor_budget_mib"},
 }  # fmt: skip
-"""By the class that reads the table: each name and the key that it stands for, whose values it takes."""
+"""Aliases by class: alternative key -> the key that it sets."""
 RENAMED: Final = {"says": "description"}
-"""Keys of before, read in every table that has the key of today."""
+"""Former keys -> present keys, accepted in every table."""
 KINDS: Final[Mapping[str, str]] = {
     "adamw_8bit": "int8_optimizer",
     "cpu_offload": "weight_streaming",
@@ -29,6 +29,6 @@ KINDS: Final[Mapping[str, str]] = {
 
 
 @cache
-def tell_alias(source: str, alias: str, name: str) -> None:
+def log_alias(source: str, alias: str, name: str) -> None:
     """Log that a name was read as another, once for each source."""
     logging.getLogger("hybridtrain.config").warning("%s: %s is read as %s; both names are allowed", source, alias, name)

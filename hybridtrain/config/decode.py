@@ -1,22 +1,22 @@
 """Turn a parsed TOML or JSON mapping into frozen dataclasses, strictly, and report every fault at once.
 
 The annotations of the dataclass are the schema. A fault is a sentence that starts with the JSON path of the
-value (``$.workload.seq_len``), then says what was found and what is allowed. Nothing is converted except an
-integer where a float is expected and text where a path or an enum is; nothing unknown is ignored.
+value (``$.workload.seq_len``), then says what was found and what is allowed. The only conversions are integer to float,
+and text to path or enum; unknown keys are errors.
 """
 
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Final, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import Final, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
-from hybridtrain.config.aliases import KINDS, OPTIONS, RENAMED, tell_alias
+from hybridtrain.config.aliases import KINDS, OPTIONS, RENAMED, log_alias
 from hybridtrain.config.encode import hints_of, tag_of
 from hybridtrain.errors import ConfigError, near_name
 from hybridtrain.plain_file import read_plain
@@ -24,14 +24,13 @@ from hybridtrain.plain_file import read_plain
 T = TypeVar("T")
 
 Unions: TypeAlias = Mapping[type, Mapping[str, type]]
-"""For each protocol or base class used as an annotation: the dataclass behind every ``kind``; ``""``: of a table that
-has none."""
+"""For each protocol or base class used as an annotation: the dataclass of each ``kind``; ``""`` is the default kind."""
 
 _NO_UNIONS: Final[Unions] = {}
 _FAILED: Final = object()  # stands for a value whose fault is already noted; None is a legal value
 _SHOWN_CHARACTERS: Final = 60  # of a value found in the file, enough to recognise it
 _DEEP_KEY: Final = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
-"""A dotted key with more parts than any file needs: tomllib takes time with the square of their number."""
+"""A dotted key with too many parts, for which tomllib needs quadratic time."""
 _PLAIN_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _FOUND: Final[Mapping[type, str]] = {
     bool: "a boolean",
@@ -69,11 +68,11 @@ _SCALARS: Final[Mapping[Callable[..., object], tuple[str, Callable[[object], boo
     str: ("a string", _is_text),
     Path: ("a path", lambda value: _is_text(value) and value != ""),
 }
-"""How each plain type is called, and whether a value found is one; a boolean, though Python says so, is no integer."""
+"""Name of each plain type, and a test of a value; a boolean is not an integer here."""
 
 
 def decode(cls: type[T], mapping: object, *, source: str, unions: Unions = _NO_UNIONS) -> T:
-    """Return ``cls`` built from a parsed TOML or JSON mapping; ``source`` stands at the head of the error.
+    """Build ``cls`` from a parsed TOML or JSON mapping; errors start with ``source``.
 
     Fields may be bool, int, float, str, Path, StrEnum, Literal, another dataclass, ``tuple[X, ...]``,
     ``dict[str, X]`` or ``Mapping[str, X]``, ``X | None``, or a class in ``unions``, whose tables name their
@@ -89,7 +88,7 @@ def decode(cls: type[T], mapping: object, *, source: str, unions: Unions = _NO_U
     if decoder.faults:
         raise ConfigError(source, decoder.faults)
     for alias, name in decoder.aliases.items():
-        tell_alias(source, alias, name)
+        log_alias(source, alias, name)
     assert isinstance(decoded, cls), f"decoding {cls.__name__} gave neither a fault nor an object"
     return decoded
 
@@ -104,7 +103,7 @@ def load_toml(cls: type[T], path: Path, *, unions: Unions = _NO_UNIONS) -> T:
         text = read_plain(path).decode("utf-8")
         if deep := _DEEP_KEY.search(text):
             line = text.count("\n", 0, deep.start()) + 1
-            raise ConfigError(str(path), [f"line {line}: a key of more than 64 parts; write tables less deep"])
+            raise ConfigError(str(path), [f"line {line}: a key of more than 64 parts; use less nesting"])
         mapping = tomllib.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(str(path), [missing_path(path)]) from None
@@ -119,14 +118,14 @@ def load_toml(cls: type[T], path: Path, *, unions: Unions = _NO_UNIONS) -> T:
         fault = str(error).replace("at end of document", last_line)
         raise ConfigError(str(path), [f"is not TOML: {fault}"]) from error
     except RecursionError:
-        raise ConfigError(str(path), ["nests arrays or tables too deep to be read; write it flatter"]) from None
+        raise ConfigError(str(path), ["nests arrays or tables too deeply; use less nesting"]) from None
     except ValueError as error:
-        raise ConfigError(str(path), [f"holds a number that cannot be read ({error}); write a shorter one"]) from error
+        raise ConfigError(str(path), [f"contains a number that cannot be read ({error}); shorten it"]) from error
     return decode(cls, mapping, source=str(path), unions=unions)
 
 
 def missing_path(path: Path) -> str:
-    """Return the sentence for a file or folder that does not exist, with the nearest name beside it."""
+    """Return the message for a missing file or folder, with the nearest existing name."""
     folder = path.parent
     if not folder.is_dir():
         return f"does not exist: there is no folder {folder}"
@@ -139,7 +138,7 @@ class _Decoder:
     def __init__(self, unions: Unions) -> None:
         self.faults: list[str] = []
         self.aliases: dict[str, str] = {}
-        """Names that were read as others."""
+        """Aliases that were used."""
         self._unions = unions
 
     def value(self, hint: object, value: object, path: str) -> object:
@@ -168,6 +167,8 @@ class _Decoder:
     def _array(self, hint: object, inner: object, value: object, path: str) -> object:
         if not isinstance(value, list | tuple):
             return self._wrong(hint, value, path)
+        if _are_plain(inner, value):
+            return tuple(value)
         items = tuple(self.value(inner, item, f"{path}[{index}]") for index, item in enumerate(value))
         return _FAILED if _FAILED in items else items
 
@@ -201,7 +202,7 @@ class _Decoder:
     def _object(self, cls: type, value: object, path: str) -> object:
         if not isinstance(value, Mapping):
             return self._wrong(cls, value, path)
-        assert is_dataclass(cls), f"{path}: {cls.__name__} is registered as a kind but is no dataclass"
+        assert is_dataclass(cls), f"{path}: {cls.__name__} is registered as a kind but is not a dataclass"
         hints = hints_of(cls)
         known = {field.name: field for field in fields(cls) if field.init}
         value = self._with_preset(cls, self._renamed(cls, value, path), path)
@@ -247,7 +248,7 @@ class _Decoder:
             self._choice((tag,), value["kind"], f"{path}.kind")
         for key in sorted(value.keys() - known.keys() - ({"kind"} if tag is not None else set())):
             keys = [*known, *(["preset"] if getattr(cls, "PRESETS", None) else [])]
-            allowed = f"allowed: {_list(keys)}" if known else "no key is allowed here"
+            allowed = f"allowed: {_list(keys)}" if known else "no keys are allowed in this table"
             near = near_name(key, known)
             self._fault(_child(path, key), f"is an unknown key (found {_show(value[key])}); {allowed}{near}")
 
@@ -257,7 +258,7 @@ class _Decoder:
             return cls(**arguments)
         except ValueError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            for line in lines or ["these values are refused"]:
+            for line in lines or ["invalid values"]:
                 self._fault(path, line)
             return _FAILED
 
@@ -267,6 +268,13 @@ class _Decoder:
     def _fault(self, path: str, sentence: str) -> object:
         self.faults.append(f"{path}: {sentence}")
         return _FAILED
+
+
+def _are_plain(hint: object, items: Sequence[object]) -> bool:
+    """Return whether all items are of the annotation as they stand: records have long arrays of numbers."""
+    if hint not in {int, float} or not set(map(type, items)) <= {hint}:
+        return False
+    return hint is int or all(map(math.isfinite, cast("Sequence[float]", items)))
 
 
 def _choices(hint: object) -> tuple[object, ...]:
@@ -291,7 +299,7 @@ def _found(value: object) -> str:
     """Return a value and its type in words."""
     kind = _FOUND.get(type(value), type(value).__name__)
     if isinstance(value, str) and not _is_text(value):
-        kind = "half a surrogate pair, which is not text"
+        kind = "an unpaired surrogate, which is not text"
     return f"{_show(value)} ({kind})"
 
 

@@ -17,7 +17,7 @@ from hybridtrain.config.rules import omit_if_default
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 JsonMapping: TypeAlias = dict[str, JsonValue]
 DIGEST_LENGTH = 16
-"""Hex characters kept of a SHA-256: 64 bits, so that a thousand files clash with a chance of 3e-14."""
+"""Hex characters of a digest: 64 bits, a collision probability of 3e-14 for a thousand files."""
 
 _EXACT_INTEGER = 2**53  # up to here every whole float is one integer and back
 
@@ -25,12 +25,12 @@ _EXACT_INTEGER = 2**53  # up to here every whole float is one integer and back
 def encode(obj: object) -> JsonMapping:
     """Return a dataclass instance as plain JSON values, keys in field order.
 
-    A tagged dataclass (``kind: ClassVar[str]``) starts with its ``kind``. Enums become their value, paths
-    POSIX text, tuples arrays; fields with ``init=False`` are derived and left out, and so are fields that equality
-    leaves out and a young field at its default: what was written before there was one has the same text.
+    A tagged dataclass (``kind: ClassVar[str]``) starts with its ``kind``. Enums become their value, paths POSIX text,
+    tuples arrays. Omitted are fields with ``init=False`` or ``compare=False``, and an `added_field` at its default, so
+    that older files keep their text.
 
     Raises:
-        TypeError: a value is of a type that the decoder could not read back.
+        TypeError: a value of a type that ``decode`` does not support.
         ValueError: a float is NaN or infinite.
     """
     return _encode_fields(obj, "$", nulls=True)
@@ -49,7 +49,7 @@ def to_json(obj: object) -> str:
 
 
 def flat_settings(parts: Mapping[str, object]) -> JsonMapping:
-    """Return the fields of dataclasses in one mapping by dotted names, each behind the name of its part.
+    """Return the fields of dataclasses as one mapping by dotted names, prefixed by the part's name.
 
     Raises:
         TypeError, ValueError: as ``encode``.
@@ -74,10 +74,10 @@ def digest(obj: object) -> str:
 def to_toml(obj: object) -> str:
     """Return a dataclass as a TOML document that decodes to an equal object.
 
-    TOML has no null: a field that is None is left out, which is exact only when None is also its default.
+    TOML has no null: a None field is omitted, which requires None as its default.
 
     Raises:
-        TypeError, ValueError: as ``encode``, or a None that leaving out would change.
+        TypeError, ValueError: as ``encode``, or a None field with another default.
     """
     import tomlkit  # noqa: PLC0415  only who writes TOML waits for it
 
@@ -86,7 +86,7 @@ def to_toml(obj: object) -> str:
 
 @cache
 def hints_of(cls: type) -> dict[str, object]:
-    """Return the resolved annotations of a class; looking them up takes longer than decoding."""
+    """Return the resolved annotations of a class, cached."""
     return get_type_hints(cls)
 
 
@@ -100,7 +100,7 @@ def tag_of(cls: type) -> str | None:
 def _encode_fields(obj: object, path: str, *, nulls: bool) -> JsonMapping:
     """Return one dataclass as a mapping; without ``nulls``, None values are left out or refused."""
     if not is_dataclass(obj) or isinstance(obj, type):
-        raise TypeError(f"{path}: {obj!r} is not a dataclass instance; only those are written")
+        raise TypeError(f"{path}: {obj!r} is not a dataclass instance; only dataclasses can be encoded")
     tag = tag_of(type(obj))
     encoded: JsonMapping = {} if tag is None else {"kind": tag}
     for field in fields(obj):
@@ -122,7 +122,7 @@ def _encode_value(value: object, path: str, *, nulls: bool) -> JsonValue:
     if isinstance(value, Mapping):
         wrong = [key for key in value if not isinstance(key, str)]
         if wrong:
-            raise TypeError(f"{path}: key {wrong[0]!r} is a {type(wrong[0]).__name__}; only text is a key")
+            raise TypeError(f"{path}: key {wrong[0]!r} is a {type(wrong[0]).__name__}; only strings can be keys")
         return {str(key): _encode_value(item, f"{path}.{key}", nulls=nulls) for key, item in value.items()}
     return _encode_scalar(value, path, nulls=nulls)
 
@@ -134,7 +134,7 @@ def _encode_scalar(value: object, path: str, *, nulls: bool) -> bool | int | flo
         case None | bool():
             return value
         case float() if not math.isfinite(value):
-            raise ValueError(f"{path}: {value} cannot be written; only finite numbers are, so make it an outcome")
+            raise ValueError(f"{path}: {value} cannot be encoded; only finite numbers can")
         case PurePath():
             return value.as_posix()
         case int():

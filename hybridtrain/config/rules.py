@@ -9,32 +9,32 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Most:
-    """Largest value of a field, beside its type: ``num_blocks: Annotated[int, Most(4096)]``.
+class AtMost:
+    """Largest value of a field, beside its type: ``num_blocks: Annotated[int, AtMost(4096)]``.
 
-    It is far beyond any training on a card, and small enough that nothing hangs or overflows before the error.
+    It is above any realistic training, and low enough to avoid hangs and overflows.
     """
 
     value: int
 
 
-def young(default: T) -> T:
-    """Declare a field that the first files and records did not know: it is written only where it is not ``default``."""
+def added_field(default: T) -> T:
+    """Declare a field that older files and records lack; it is written only where it differs from ``default``."""
     return field(default=default, metadata={"is_left_out_at_default": True})
 
 
 def omit_if_default(declared: Field[Any]) -> bool:
-    """Return whether a field was declared by ``young``."""
+    """Return whether a field was declared by ``added_field``."""
     return bool(declared.metadata.get("is_left_out_at_default"))
 
 
 def broken(rules: Mapping[str, object]) -> list[str]:
-    """Return a sentence for each broken rule, stating the requirement."""
+    """Return the requirement of each broken rule."""
     return [fault for fault, holds in rules.items() if not holds]
 
 
 def refuse(faults: Iterable[str]) -> None:
-    """Raise ``ValueError`` with all faults, a line each, if there are any."""
+    """Raise ``ValueError`` with all faults, one per line, if there are any."""
     if text := "\n".join(faults):
         raise ValueError(text)
 
@@ -49,8 +49,8 @@ def below_least(owner: object, names: Iterable[str], least: int = 1) -> list[str
     return [f"{name}: {value} must be at least {least}" for name in names if (value := getattr(owner, name)) < least]
 
 
-def above_most(owner: object) -> list[str]:
-    """Return a fault for each field of ``owner`` that is above the ``Most`` of its declaration."""
+def faults_above_most(owner: object) -> list[str]:
+    """Return a fault for each field of ``owner`` that is above the ``AtMost`` of its declaration."""
     return [
         f"{name}: {value} must be at most {most}"
         for name, most in _declared_most(cast("Hashable", type(owner))).items()
@@ -65,5 +65,5 @@ def _declared_most(cls: type) -> Mapping[str, int]:
         name: bound.value
         for name, hint in hints
         for bound in getattr(hint, "__metadata__", ())
-        if isinstance(bound, Most)
+        if isinstance(bound, AtMost)
     }

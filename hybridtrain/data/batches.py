@@ -2,8 +2,8 @@
 
 Letters: B sequences of a micro-batch, T tokens of a sequence.
 
-A training batch is a function of (seed, step, micro-batch) and nothing else. So resuming needs no state, two
-runs with one seed see the same tokens, and four micro-batches of two hold the same sequences as one of eight.
+A training batch depends only on (seed, step, micro-batch). So resuming needs no state, runs with equal seeds see equal
+tokens, and four micro-batches of two equal one of eight.
 """
 
 from collections.abc import Iterator
@@ -17,22 +17,21 @@ from hybridtrain.data.byte_tokens import TokenArray
 from hybridtrain.errors import DataError
 
 IGNORED: Final = -100
-"""Target of an input whose prediction does not count: torch's ``ignore_index``."""
+"""Target that the loss ignores: torch's ``ignore_index``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
-    """Inputs and their target tokens."""
+    """Input tokens and their targets."""
 
     token_ids_BT: npt.NDArray[np.int64]
     """(B, T) token ids."""
     target_ids_BT: npt.NDArray[np.int64]
-    """(B, T): the token after each input; ``IGNORED`` where none is asked for."""
+    """(B, T): the token after each input; ``IGNORED`` where the loss does not count it."""
     document_ids_BT: npt.NDArray[np.int32] | None = None
-    """(B, T): number of the document that each input is of, counted from 0 in each row; None: attention reaches over
-    the whole row."""
+    """(B, T): document number of each input, from 0 in each row; None: attention spans the whole row."""
     lengths_B: npt.NDArray[np.int64] | None = None
-    """(B,): inputs of each row; what stands behind them is padding, and counts in nothing. None: rows are full."""
+    """(B,): inputs per row; the rest is padding, ignored by attention and loss. None: rows are full."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,13 +48,13 @@ def document_positions(document_ids_BT: npt.NDArray[np.int32]) -> npt.NDArray[np
 
 
 class BatchSampler:
-    """Random windows of (N,) token ids, drawn with replacement; holds no state.
+    """Draws random windows of (N,) token ids with replacement; stateless.
 
-    Raises ``DataError`` where there is not one window of T + 1 tokens. The seed is not negative.
+    Raises ``DataError`` for fewer than T + 1 tokens. The seed must not be negative.
     """
 
     def __init__(self, tokens: TokenArray, *, micro_batch_size: int, seq_len: int, seed: int) -> None:
-        assert micro_batch_size > 0, "micro_batch_size must be positive"
+        assert micro_batch_size > 0, "micro_batch_size must be at least 1"
         _check_length(tokens, seq_len, num_windows=1)
         self._tokens = tokens
         self._micro_batch_size = micro_batch_size
@@ -78,12 +77,12 @@ class BatchSampler:
 def validation_batches(
     tokens: TokenArray, *, micro_batch_size: int, seq_len: int, max_batches: int
 ) -> Iterator[TokenBatch]:
-    """Return at most ``max_batches`` batches of consecutive windows from the start; no input token comes twice.
+    """Return at most ``max_batches`` batches of consecutive windows from the start; windows do not overlap.
 
-    Every batch is full: windows that do not fill one are left out, so that batches weigh alike in a mean.
-    Raises ``DataError``: not even one batch, at the call and not at the first batch.
+    Only full batches are used, so that all weigh the same in a mean. Raises ``DataError`` at the call if there is not
+    one full batch.
     """
-    assert micro_batch_size > 0, "micro_batch_size must be positive"
+    assert micro_batch_size > 0, "micro_batch_size must be at least 1"
     _check_length(tokens, seq_len, num_windows=micro_batch_size)
     num_batches = min(max_batches, (tokens.size - 1) // seq_len // micro_batch_size)
     starts = range(0, num_batches * micro_batch_size * seq_len, seq_len)
@@ -99,10 +98,10 @@ def _windows(tokens: TokenArray, starts: list[int] | range, seq_len: int) -> Tok
 
 
 def _check_length(tokens: TokenArray, seq_len: int, *, num_windows: int) -> None:
-    assert seq_len > 0, "seq_len must be positive"
+    assert seq_len > 0, "seq_len must be at least 1"
     needed = num_windows * seq_len + 1
     if tokens.size < needed:
         raise DataError(
-            f"{tokens.size} tokens are too few: {num_windows} x {seq_len} and one target need {needed}; use "
+            f"{tokens.size} tokens are too few: {num_windows} sequences of {seq_len} and one target need {needed}; use "
             "a longer corpus, a smaller seq_len or a smaller micro_batch_size"
         )

@@ -31,18 +31,18 @@ def encode_bytes(data: bytes) -> npt.NDArray[np.uint16]:
 
 
 def decode_tokens(token_ids: npt.NDArray[np.integer]) -> bytes:
-    """Return the bytes of (N,) tokens; raises ``DataError`` for one that is none of the 256 byte tokens."""
+    """Return the bytes of (N,) tokens; raises ``DataError`` for a token that is not one of the 256 byte tokens."""
     strange = np.flatnonzero((token_ids < 0) | (token_ids >= NUM_BYTE_TOKENS))
     if strange.size:
         position = int(strange[0])
         raise DataError(
-            f"token {token_ids[position]} at position {position} is no byte; byte tokens are 0 to "
-            f"{NUM_BYTE_TOKENS - 1}, so decode this text with the tokenizer that wrote it"
+            f"token {token_ids[position]} at position {position} is not a byte token; byte tokens are 0 to "
+            f"{NUM_BYTE_TOKENS - 1}: decode with the tokenizer that encoded this text"
         )
     return bytes(_BYTE_OF_TOKEN[token_ids])
 
 
 def byte_letters() -> list[str]:
-    """Return the character that GPT-2's vocabulary writes for each byte token, in their order."""
+    """Return the character that GPT-2's vocabulary uses for each byte, in the order of bytes."""
     visible = [chr(byte) for byte in _VISIBLE]
     return visible + [chr(NUM_BYTE_TOKENS + number) for number in range(NUM_BYTE_TOKENS - len(visible))]

@@ -1,12 +1,11 @@
-"""Messages as one text, by the chat template of a tokenizer, and where in it the answers are.
+"""Rendering of messages by a tokenizer's chat template, and location of the answers.
 
 A template is Jinja, rendered in a sandbox, with the names that transformers gives it (documented in its guide "Chat
 templates": messages, tools, add_generation_prompt, bos_token and the other special tokens, raise_exception, tojson,
-strftime_now). The answers are found in one of two ways:
-
-- by markers: what the template puts between ``{% generation %}`` and ``{% endgeneration %}``,
-- by prefixes, where it has no markers: an answer reaches from the end of the conversation before it, rendered with
-  ``add_generation_prompt``, to the end of the conversation up to it. The one must be a beginning of the other.
+strftime_now). The answers are located in one of two ways: - by markers: text between ``{% generation %}`` and ``{%
+endgeneration %}``,
+- by prefixes, where it has no markers: an answer is what the conversation up to it adds to the conversation before it,
+rendered with ``add_generation_prompt``. The latter must be a prefix of the former.
 """
 
 import json
@@ -29,19 +28,19 @@ BUILTIN_TEMPLATES: Final[Mapping[str, str]] = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
 }
-"""Templates that need no file. chatml: OpenAI's format, that of Qwen's models."""
+"""Built-in templates. chatml: OpenAI's format, used by Qwen's models."""
 
 _LONGEST: Final = 100_000
-"""Characters of a template: five times the longest that models have; larger ones take seconds for each conversation."""
+"""Longest template in characters: five times the longest known; longer ones take seconds per conversation."""
 _CHARACTERS_AT_ONCE: Final = 2**22
-"""Of the texts that are on their way to and from the process that renders them, roughly."""
+"""Characters sent to the rendering process at a time, approximately."""
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""Characters of a text: first and one past the last of each part."""
+"""Character ranges in a text: start and end of each part."""
 
 
 class ChatTemplate:
-    """A Jinja template and the special tokens that it may name.
+    """A Jinja template and the special tokens that it may use.
 
     Raises:
         DataError: the template is too long or cannot be parsed.
@@ -57,23 +56,21 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         has_markers = ask(text, "{}", [], marks=False)["has_markers"]
         self.method: Literal["markers", "prefixes"] = "markers" if has_markers else "prefixes"
-        """How answers are found."""
+        """How the template's answers are located, in words."""
 
     def text(self, messages: Sequence[JsonMapping], tools: object = None) -> str:
         """Return a whole conversation as text."""
         return next(self._render(messages, [(len(messages), False)], tools))[0]
 
     def answered(self, messages: Sequence[JsonMapping], tools: object = None) -> list[tuple[str, Spans]]:
-        """Return a conversation as text and where the answers are in it that are to be learned.
+        """Return a conversation as text with the ranges of the answers to train on: all whose ``weight`` is not 0.
 
-        Those are all but what has a ``weight`` of 0. Some templates write an answer otherwise once more follows it:
-        Qwen3 leaves out its thoughts, Phi-3 writes the end-of-text token after the last one alone. Then each answer
-        gets a text of its own: the conversation up to it, as the model will see it.
+        Some templates render an answer differently once another message follows: Qwen3 drops its thoughts, Phi-3 writes
+        end-of-text only after the last one. Then each answer becomes a text of its own that ends with it.
 
         Raises:
-            ValueError: the template refuses the messages, or writes no answer after what it asks for one with, or does
-                not tell which answer has a weight of 0.
-            TemplateLimitError: it takes more than it may.
+            ValueError: the template rejects the messages, or an answer or its weight of 0 cannot be located.
+            TemplateLimitError: rendering exceeds a limit.
         """
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [index for index in answers if messages[index].get("weight", 1)]
@@ -82,8 +79,8 @@ class ChatTemplate:
             if len(learned) < len(answers):
                 if len(spans) != len(answers):
                     raise ValueError(
-                        f"the chat template marks {len(spans)} parts of {len(answers)} answers, so what a weight of 0 "
-                        "leaves out cannot be determined; mark each answer once, or leave the weights out"
+                        f"the chat template marks {len(spans)} parts for {len(answers)} answers, so answers of weight "
+                        f"0 cannot be located; mark each answer once with {{% generation %}}, or remove the weights"
                     )
                 spans = tuple(span for index, span in zip(answers, spans, strict=True) if index in learned)
             return [(whole, spans)]
@@ -94,8 +91,8 @@ class ChatTemplate:
         for index, (before, _), (text, _) in zip(learned, rendered, rendered, strict=True):
             if not text.startswith(before):
                 raise ValueError(
-                    f"the chat template does not write messages[{index}] after its own generation prompt, so where "
-                    "the answer begins cannot be determined; use a template with {% generation %} markers "
+                    f"the chat template does not render messages[{index}] after its generation prompt, so the "
+                    "start of the answer cannot be located; use a template with {% generation %} markers "
                     "(chat_template = 'chatml' or a .jinja file), or set loss_on = 'all'"
                 )
             texts.append((None if whole.startswith(text) else text, (len(before), len(text))))
@@ -113,7 +110,9 @@ class ChatTemplate:
         try:
             shared = json.dumps({**self._special_tokens, "messages": list(messages), "tools": tools, "documents": None})
         except (RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"the messages cannot be passed to the chat template ({error}); fix them") from error
+            raise ValueError(
+                f"messages cannot be converted to JSON for the chat template ({error}); fix them"
+            ) from error
         names = [{"num_messages": count, "add_generation_prompt": is_prompt} for count, is_prompt in parts]
         at_once = max(1, _CHARACTERS_AT_ONCE // len(shared))
         for first in range(0, len(names), at_once):
@@ -122,7 +121,7 @@ class ChatTemplate:
                     text.encode()
                 except UnicodeEncodeError as error:
                     raise ValueError(
-                        f"the chat template writes half of a surrogate pair (U+{ord(text[error.start]):04X}); mend the "
-                        "message that holds it"
+                        f"the rendered text has an unpaired surrogate (U+{ord(text[error.start]):04X}); fix the "
+                        f"message that contains it"
                     ) from None
                 yield text, tuple((begin, end) for begin, end in spans)

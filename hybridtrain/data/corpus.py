@@ -1,9 +1,9 @@
 """A corpus from any source of tokens: a train part, a validation part and a digest of both.
 
-Which document is held out for validation depends on its path, so adding a document to many does not move the
-others. The embedded corpus is the source code of the Python standard library on this machine: megabytes of
-real text that need no download and no place in the repository. Text is read as byte tokens and held in memory,
-two bytes per byte of text; for more than a few gigabytes write a token file (``hybridtrain.data.token_file``).
+Held-out documents are chosen by a hash of the path, so that adding documents does not change the others. The embedded
+corpus is the source code of the Python standard library on this machine: megabytes of real text that need no download
+and no place in the repository. Text is read as byte tokens and held in memory, two bytes per byte of text; for more
+than a few gigabytes write a token file (``hybridtrain.data.token_file``).
 """
 
 import os
@@ -28,13 +28,13 @@ from hybridtrain.plain_file import read_plain
 from hybridtrain.units import MIB
 
 EMBEDDED_BYTES: Final = 8 * MIB
-"""Default size of the embedded corpus: more tokens than a short run reads, loaded in a tenth of a second."""
+"""Default size of the embedded corpus: more tokens than a short run reads, loaded in 0.1 s."""
 
 VALIDATION_PERCENT: Final = 10
-"""Share of the documents, or of one document's tail, held out for validation."""
+"""Percent of the documents, or of a single document's end, held out for validation."""
 
 MIN_TOKENS: Final = 20
-"""Smallest corpus: a tenth of it is one input token and its target."""
+"""Smallest corpus: its validation tenth has one input token and its target."""
 
 _TOKEN_FILES: Final = ("train.bin", "val.bin")
 _SEPARATOR: Final = b"\0"  # after each document; GPT-2's end-of-text token is no byte
@@ -45,7 +45,7 @@ _SKIPPED_PREFIXES: Final = ("_sysconfigdata", "config-", "sitecustomize")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens to train and to validate on. The arrays may be memory-mapped, and are read-only."""
+    """Training and validation tokens. The arrays may be memory-mapped, and are read-only."""
 
     name: str
     """Short name for tables: ``embedded``, or the name of the file or folder."""
@@ -54,9 +54,9 @@ class Corpus:
     validation: TokenArray
     """(M,) token ids, disjoint from ``train`` in its source."""
     digest: str
-    """SHA-256 in hex of everything the corpus was made from."""
+    """SHA-256 in hex of all source content."""
     num_documents: int
-    """Documents in both parts together; 0 where the source does not tell, as in token files."""
+    """Documents in both parts; 0 where unknown, as in token files."""
     source: str
     """One sentence on where the tokens come from."""
 
@@ -64,8 +64,8 @@ class Corpus:
 def embedded_corpus(max_bytes: int = EMBEDDED_BYTES) -> Corpus:
     """Return the Python standard library's own sources as byte tokens, one document per file.
 
-    Files of ``max_bytes`` in all are taken in the order of a hash of their path: a fair sample of the library. Raises
-    ``DataError`` where this Python has no sources beside it, or ``max_bytes`` is too small to split.
+    Files are taken in the order of a hash of their path, an unbiased sample, up to ``max_bytes`` in total. Raises
+    ``DataError`` if this Python has no source files installed, or ``max_bytes`` is too small to split.
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents: dict[str, bytes] = {}
@@ -87,8 +87,8 @@ def corpus_of_documents(documents: Mapping[str, bytes], *, name: str, source: st
     """Return documents as byte tokens, a NUL byte after each, in the order of a hash of their path.
 
     A document is held out for validation when the hash of its path, of several with the same content the first one's,
-    falls into the lowest tenth. When that holds for none, the one nearest to it is held out; when there is one document
-    only, its last tenth.
+    falls into the lowest tenth. If that selects none, the document nearest to it is held out; of a single
+    document the last tenth.
 
     ``documents`` has contents, which are not empty, by relative POSIX path. Raises ``DataError`` for too little text.
     """
@@ -96,7 +96,10 @@ def corpus_of_documents(documents: Mapping[str, bytes], *, name: str, source: st
     first_of: dict[bytes, str] = {}
     owners = {path: first_of.setdefault(documents[path], path) for path in paths}
     if len(paths) > 1 and len(first_of) == 1:
-        raise DataError(f"{source}: all {len(paths)} have the same content, so none can be held out; name one of them")
+        raise DataError(
+            f"{source}: all {len(paths)} documents have the same content, so none can be held out; give "
+            f"one of the files"
+        )
     is_held_out = held_out(np.array([path_hash(owners[path]) for path in paths], dtype=np.uint64), VALIDATION_PERCENT)
     train: TokenArray
     validation: TokenArray
@@ -118,7 +121,10 @@ def corpus_of_documents(documents: Mapping[str, bytes], *, name: str, source: st
 def split_tail(
     tokens: TokenArray, source: str, percent: int = VALIDATION_PERCENT
 ) -> tuple[TokenArray, TokenArray]:  # fmt: skip
-    """Return views of all but the last ``percent`` and of those; raises ``DataError`` for less than ``MIN_TOKENS``."""
+    """Split off the last ``percent`` of the tokens; return views of both parts.
+
+    Raises ``DataError`` for less than ``MIN_TOKENS``.
+    """
     if percent and tokens.size < MIN_TOKENS:
         raise DataError(_too_small(f"{tokens.size} tokens to train and to validate on", source))
     first = tokens.size - (max(1, tokens.size * percent // 100) if percent else 0)
@@ -126,7 +132,7 @@ def split_tail(
 
 
 def _too_small(sizes: str, source: str) -> str:
-    return f"{source}: {sizes} are too few; at least {MIN_TOKENS} are needed, and thousands to learn from"
+    return f"{source}: {sizes} are too few; at least {MIN_TOKENS} are needed, thousands for training"
 
 
 def _python_files(root: Path) -> Iterator[str]:
@@ -141,7 +147,10 @@ def _python_files(root: Path) -> Iterator[str]:
 
 
 def held_out(ranks: npt.NDArray[np.uint64], percent: int) -> npt.NDArray[np.bool_]:
-    """Return for each document whether it is held out: those of one rank together, never none of several, nor all."""
+    """Return for each document whether it is held out.
+
+    Documents of one rank stay together; some documents are always kept for each part.
+    """
     distinct, first = np.unique(ranks, return_index=True)
     if not percent or distinct.size < 2:
         return np.zeros(ranks.size, dtype=np.bool_)
@@ -173,13 +182,13 @@ def text_corpus(path: Path) -> Corpus:
     for file in files.files:
         if file.kind is not Kind.TEXT:
             raise DataError(
-                f"{file.path} holds {file.kind}, which is not read as prose; name it in a [data] table of a training "
+                f"{file.path} contains {file.kind}, not plain text; give it in the [data] table of a training "
                 f'file: path = "{file.path}"'
             )
     documents = {file.name: read_plain(file.path) for file in files.files}
     source = f"text file {path}"
     if path.is_dir():
-        source = f"{len(documents)} text files below {path}, {len(files.left_out)} other files skipped"
+        source = f"{len(documents)} text files below {path}, {len(files.left_out)} other files ignored"
     return corpus_of_documents(documents, name=_name(path), source=source)
 
 
@@ -198,8 +207,8 @@ def open_corpus(path: Path | None, *, vocab_size: int) -> Corpus:
         return token_corpus(path, vocab_size=vocab_size)
     if vocab_size < NUM_BYTE_TOKENS:
         raise DataError(
-            f"text is read as {NUM_BYTE_TOKENS} byte tokens, but the vocabulary has {vocab_size}; use a "
-            "model with a larger one, or a token file"
+            f"text needs {NUM_BYTE_TOKENS} byte tokens, but the model's vocab_size is {vocab_size}; use a model with "
+            f"a larger vocabulary, or a token file"
         )
     return embedded_corpus() if path is None else text_corpus(path)
 
@@ -212,7 +221,7 @@ def is_token_path(path: Path) -> bool:
 
 
 def token_corpus(path: Path, *, vocab_size: int, percent: int = VALIDATION_PERCENT) -> Corpus:
-    """Return a token file, of which the last ``percent`` is held out, or ``train.bin`` and ``val.bin`` of a folder."""
+    """Return the tokens of a file, the last ``percent`` held out, or ``train.bin`` and ``val.bin`` of a folder."""
     if not path.is_dir():
         file = open_token_file(path, vocab_size=vocab_size)
         source = f"token file {path} ({file.format})"
@@ -221,7 +230,9 @@ def token_corpus(path: Path, *, vocab_size: int, percent: int = VALIDATION_PERCE
     else:
         for name in _TOKEN_FILES:
             if not (path / name).exists():
-                raise DataError(f"{path} lacks {name}; add it, or name one *.bin file to validate on its last tenth")
+                raise DataError(
+                    f"{path} has no {name}; add it, or give a single *.bin file, whose last tenth is held out"
+                )
         files = [open_token_file(path / name, vocab_size=vocab_size) for name in _TOKEN_FILES]
         train, validation = (file.tokens for file in files)
         digest = sha256("".join(file.digest for file in files).encode("ascii")).hexdigest()

@@ -1,7 +1,7 @@
 """Documents in files: plain text, and records of text, of prompts with completions, of messages.
 
 A text file is one document; each line of a .jsonl file, each element of a list of JSON and each row of a table is one.
-Nothing is held in memory but a piece of a text file, a record, or one file of JSON. A fault of a record is a sentence
+Only a piece of a text file, a record, or one JSON file is in memory at a time. A fault of a record is a sentence
 with file, line number and what is allowed.
 """
 
@@ -26,8 +26,8 @@ from hybridtrain.data.file_kinds import (
     NO_JSON,
     Kind,
     Record,
-    holds_json,
     is_about_records,
+    is_json_text,
     json_kind,
     kind_of,
     packed_records,
@@ -40,16 +40,16 @@ from hybridtrain.plain_file import open_plain
 
 _READ_BYTES: Final = 2**20
 _PIECE_CHARACTERS: Final = 2**17
-"""Of a text file, encoded at a time; longer ones are cut."""
+"""Characters of a text file encoded at a time; longer pieces are split."""
 _BORDERS: Final = (re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"\n(?=\S)"), re.compile(r"\s(?=\S)"))
-"""Where, in order of preference: after a line's end alone between two words, which byte-level tokenizers take for a
-token of its own (the pattern of GPT-2 splits longer white space by what follows it); any line's end; any space."""
+"""Split points in order of preference: a single newline between two words, which GPT-2's pattern makes a token of its
+own; any newline; any space."""
 _MOST_FAULTS: Final = 10
 _MOST_NAMES: Final = 10
-"""Of files that a message names."""
+"""File names listed in a message, at most."""
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _ALLOWED: Final = (
-    'allowed is an object with "text", with "prompt" and "completion", or with "messages", a list of '
+    'allowed: an object with "text", with "prompt" and "completion", or with "messages", a list of '
     '{"role": ..., "content": ...}'
 )
 
@@ -64,13 +64,13 @@ class Passage:
 
     text: str
     counted: Spans | None = None
-    """Characters whose tokens are targets; None: all."""
+    """Character ranges whose tokens are targets; None: all."""
     opens: bool = True
-    """It is the first of its document and wants what stands before one."""
+    """Whether it starts its document, so that the begin token precedes it."""
     closes: bool = True
-    """It wants what stands after a document."""
+    """Whether it ends its document, so that the end token follows it."""
     ends: bool = True
-    """The next passage is of another document."""
+    """Whether the next passage belongs to another document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class SourceFile:
     path: Path
     kind: Kind = Kind.TEXT
     digest: str = ""
-    """SHA-256 in hex of its content; empty: it is, or is left out."""
+    """SHA-256 of its content in hex; empty for an ignored file."""
     left_out: str = ""
     """Why."""
 
@@ -94,17 +94,17 @@ class TextSource:
     path: Path
     files: tuple[SourceFile, ...]
     digest: str
-    """SHA-256 in hex of names and contents."""
+    """SHA-256 of names and contents in hex."""
     left_out: tuple[tuple[str, str], ...] = ()
-    """Files of a folder that are not read, and why."""
+    """Ignored files of a folder, and why."""
 
     @property
     def has_records(self) -> bool:
-        """Whether some documents are records."""
+        """Whether some documents are records (JSON lines, Parquet, Arrow)."""
         return any(file.kind is not Kind.TEXT for file in self.files)
 
     def contents(self) -> npt.NDArray[np.uint64]:
-        """Return 64 bits of each document's content, the same for equal content."""
+        """Return a 64-bit content hash of each document."""
         hashes: list[int] = []
         for file in self.files:
             if file.kind is Kind.TEXT:
@@ -115,19 +115,19 @@ class TextSource:
         return np.array(hashes, dtype=np.uint64)
 
     def ranks(self) -> npt.NDArray[np.uint64]:
-        """Return 64 bits of each document that say which are held out, the same for equal content.
+        """Return a 64-bit hash of each document that selects the held-out ones; equal content has equal hashes.
 
-        They are those of a text file's path, as in a corpus, or of a record's content.
+        It hashes a text file's path, as in a corpus, or a record's content.
         """
         texts = (file for file in reversed(self.files) if file.kind is Kind.TEXT)
         by_path = {int(file.digest[:16], 16): path_hash(file.name) for file in texts}
         return np.array([by_path.get(content, content) for content in self.contents().tolist()], dtype=np.uint64)
 
     def as_text(self) -> str:
-        """Return a sentence on the files that are read and left out."""
+        """Return a sentence on which files are read and which are ignored."""
         read = ", ".join(_some(sorted(f"{file.name} ({file.kind})" for file in self.files)))
         left_out = ", ".join(_some([f"{name} ({why})" for name, why in self.left_out]))
-        return f"{self.path}: reads {read}" + (f"; leaves out {left_out}" if left_out else "")
+        return f"{self.path}: reads {read}" + (f"; ignores {left_out}" if left_out else "")
 
 
 def _some(names: list[str]) -> list[str]:
@@ -135,7 +135,7 @@ def _some(names: list[str]) -> list[str]:
 
 
 def path_hash(path: str) -> int:
-    """Return 64 bits of the SHA-256 of a path: the same on every machine, unlike ``hash``."""
+    """Return 64 bits of the SHA-256 of a path; unlike ``hash``, equal on every machine."""
     return int.from_bytes(sha256(path.encode("utf-8", "surrogateescape")).digest()[:8], "big")
 
 
@@ -151,15 +151,15 @@ def _raise(error: OSError) -> None:
 
 
 def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -> TextSource:
-    """Return the documents of a file or a folder, read once from end to end.
+    """Open the documents of a file or folder, which is read once completely.
 
-    Hidden and empty files are passed over. Of a folder, files that are no text, files about the records beside them and
-    records of another split are left out; where no file is of a split "train", all records are taken. The ``part``
-    "train" takes that split, "validation" takes "validation", else "test".
+    Hidden and empty files are ignored. In a folder, binary files, metadata of data sets and records of other splits are
+    ignored. ``part`` "train" takes the split "train", or all records if there is none; "validation" takes "validation",
+    else "test".
 
     Raises:
-        DataError: the path is missing or unreadable, a file of records or a single file is damaged, records have the
-            name of a text, or there is no document.
+        DataError: the path is missing or unreadable, a file is damaged, a text file contains JSON, or there is no
+        document.
     """
     if not path.exists():
         raise DataError(f"{path} {missing_path(path)}")
@@ -171,14 +171,15 @@ def open_source(path: Path, *, part: Literal["train", "validation"] = "train") -
         splits := {split_of(file.name) for file in files if file.kind is not Kind.TEXT and file.digest}
     ):
         if damaged := next((file for file in files if file.left_out.startswith(NO_JSON)), None):
-            raise DataError(f"{damaged.path} is {damaged.left_out}; fix it, or move it away")
+            raise DataError(f"{damaged.path} is {damaged.left_out}; fix it, or remove it from the folder")
         files = [file if file.left_out else replace(file, left_out=_unread(file, splits, part)) for file in files]
     left_out = tuple(sorted((file.name, file.left_out) for file in files if file.left_out))
     kept = tuple(file for file in files if file.digest and not file.left_out)
     if not kept:
         others = f" ({', '.join(_some([f'{name}: {why}' for name, why in left_out]))})" if left_out else ""
         raise DataError(
-            f"{path} holds no UTF-8 text and no records{others}; name a text file, a .jsonl file, or a folder with some"
+            f"{path} contains no UTF-8 text and no records{others}; give a text file, a .jsonl file, or a folder of "
+            f"them"
         )
     total = sha256()
     for file in kept:
@@ -201,38 +202,38 @@ def _opened(path: Path, name: str, *, is_alone: bool) -> SourceFile:
     """Return a file with its digest, empty for an empty one, or why it is left out; ``DataError``: it cannot be."""
     kind = kind_of(path)
     if packed_records(path):
-        raise DataError(f"{path} is compressed, which is not supported; unpack it and move the archive away")
+        raise DataError(f"{path} is compressed, which is not supported; unpack it and remove the archive")
     digest, fault = _checked(path, is_text=kind not in {Kind.PARQUET, Kind.ARROW})
     if fault and (kind is not Kind.TEXT or is_alone):
-        raise DataError(f"{path} is not UTF-8 text: {fault}; save it as UTF-8, or name token files *.bin")
+        raise DataError(f"{path} is not UTF-8 text: {fault}; save it as UTF-8, or name a token file *.bin")
     if fault or not digest:
         return SourceFile(name, path, kind, left_out="no UTF-8 text" if fault else "")
-    if kind is Kind.TEXT and holds_json(path):
+    if kind is Kind.TEXT and is_json_text(path):
         raise DataError(
-            f"{path} holds JSON, which is not trained on as prose; call it .jsonl with a document a line, or "
-            ".json with a list of them, or move it away"
+            f"{path} contains JSON, which is not trained on as plain text; rename it to .jsonl (one document per "
+            f"line) or .json (a list), or remove it"
         )
     documents = json_kind(path) if kind is Kind.JSON else kind
     if isinstance(documents, Kind):
         return SourceFile(name, path, documents, digest)
     if is_alone and documents.startswith(NO_JSON):
-        raise DataError(f"{path} is {documents}; fix it, or name a .jsonl file")
+        raise DataError(f"{path} is {documents}; fix it, or give a .jsonl file")
     if is_alone:
-        raise DataError(f"{path} holds no document; {_ALLOWED}, or a list of them")
+        raise DataError(f"{path} contains no document; {_ALLOWED}, or a list of them")
     return SourceFile(name, path, kind, left_out=documents)
 
 
 def _unread(file: SourceFile, splits: set[str], part: str) -> str:
     """Return why a file is left out of a folder whose records are of these splits, or nothing."""
     if is_about_records(file.path):
-        return "about the records"
+        return "metadata"
     if file.kind is Kind.TEXT or "train" not in splits:
         return ""
     wanted = {"train", ""}
     if part == "validation":
         wanted = {"validation"} if "validation" in splits else {"test"} & splits or splits
     split = split_of(file.name)
-    return "" if split in wanted else f"of the split {split}" if split else "of no split"
+    return "" if split in wanted else f"of the split {split}" if split else "not of a split"
 
 
 def _content(record: Record) -> bytes:
@@ -281,11 +282,10 @@ def _checked(path: Path, *, is_text: bool) -> tuple[str, str]:
 def read_documents(
     source: TextSource, template: Callable[[], ChatTemplate], *, counts_all: bool
 ) -> Iterator[list[Passage] | Iterator[Passage]]:
-    """Yield the passages of each file of text, and of each record.
+    """Yield the passages of each text file and each record.
 
-    ``template`` returns the chat template, and is called where there are messages. ``counts_all``: every token is a
-    target, not only those of completions and answers.
-    Raises ``DataError``: records have faults; up to ten are listed.
+    ``template`` returns the chat template, called only for messages. ``counts_all``: every token is a target, not only
+    completions and answers. Raises ``DataError``: records are invalid; up to ten faults are listed.
     """
     faults: list[str] = []
     for file in source.files:
@@ -300,7 +300,7 @@ def read_documents(
             except ValueError as error:
                 faults.append(f"{file.path}, {where}: {error}")
                 if len(faults) == _MOST_FAULTS:
-                    raise DataError("\n".join([*faults, "and perhaps more; fix these lines first"])) from None
+                    raise DataError("\n".join([*faults, "there may be more; fix these first"])) from None
             else:
                 yield passages
     if faults:
@@ -329,18 +329,18 @@ def _record_passages(record: Record, template: Callable[[], ChatTemplate], *, co
     except ValueError as error:
         raise _LineError(f"is not JSON ({error}); {_ALLOWED}") from None
     except RecursionError:
-        raise _LineError(f"nests too deep to be read; {_ALLOWED}") from None
+        raise _LineError(f"is nested too deeply; {_ALLOWED}") from None
     if not isinstance(value, dict):
         raise _LineError(f"found {type(value).__name__} {_shown(value)}; {_ALLOWED}")
     kinds = [kind for kind in DOCUMENT_KEYS if kind in value]
     if len(kinds) != 1:
-        keys = f'both "{kinds[0]}" and "{kinds[1]}"' if kinds else f"keys {sorted(value)}"
+        keys = f'has both "{kinds[0]}" and "{kinds[1]}"' if kinds else f"keys {sorted(value)}"
         raise _LineError(f"found {keys}; {_ALLOWED}, one of them")
     if kinds == ["messages"]:
         messages, tools = _messages(value["messages"], counts_all=counts_all), value.get("tools")
         if tools is not None and not isinstance(tools, list):
             raise _LineError(
-                f"tools: found {type(tools).__name__}; a list of tool descriptions is allowed, or no such key"
+                f"tools: found {type(tools).__name__}; allowed: a list of tool descriptions, or no such key"
             )
         if counts_all:  # the template writes what stands before and after a conversation
             return [Passage(template().text(messages, tools), None, opens=False, closes=False)]
@@ -355,7 +355,7 @@ def _record_passages(record: Record, template: Callable[[], ChatTemplate], *, co
 
 def _messages(value: object, *, counts_all: bool) -> list[JsonMapping]:
     if not isinstance(value, list) or not value:
-        raise _LineError(f"messages: found {_shown(value)}; a list of at least one message is allowed")
+        raise _LineError(f"messages: found {_shown(value)}; allowed: a list of at least one message")
     for index, message in enumerate(value):
         where = f"messages[{index}]"
         if not isinstance(message, dict):
@@ -364,9 +364,11 @@ def _messages(value: object, *, counts_all: bool) -> list[JsonMapping]:
             raise _LineError(f"{where}.role: found {_shown(message.get('role'))}; allowed: {', '.join(_ROLES)}")
         weight = message.get("weight", 1)
         if weight not in (0, 1):
-            raise _LineError(f"{where}.weight: found {_shown(weight)}; 0, which is not learned, or 1 is allowed")
+            raise _LineError(f"{where}.weight: found {_shown(weight)}; allowed: 1, or 0 to exclude it from the loss")
         if counts_all and not weight:
-            raise _LineError(f"{where}.weight: 0 beside loss_on = 'all', which learns all; leave one of them out")
+            raise _LineError(
+                f"{where}.weight: 0 contradicts loss_on = 'all', which trains on everything; remove one of them"
+            )
         if message.get("content") is None and message.get("tool_calls"):
             continue
         _string(message, "content", where=f"{where}.")
@@ -383,9 +385,7 @@ def _string(value: Mapping[str, object], key: str, *, where: str = "") -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _LineError(
-            f"{where}{key}: character {error.start} is half of a surrogate pair; write it as UTF-8"
-        ) from None
+        raise _LineError(f"{where}{key}: character {error.start} is an unpaired surrogate; write valid UTF-8") from None
     return text
 
 

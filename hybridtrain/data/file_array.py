@@ -1,7 +1,7 @@
 """Arrays in files, read part by part on demand, so that a changed file gives an error message.
 
-A page of a mapping beyond the end of a file that was cut short is SIGBUS, which ends the process without a word. So
-parts are read by their place in the file; only what is larger stays a view, of which parts are taken later.
+Reading a memory-mapped page beyond the end of a truncated file raises SIGBUS, which kills the process. So small parts
+are read by offset; larger ones stay views.
 """
 
 import os
@@ -15,7 +15,7 @@ from hybridtrain.errors import DataError
 from hybridtrain.plain_file import open_plain
 
 _READ_BYTES: Final = 2**25
-"""Parts up to this size are read, which is more than a batch has and more than is checked at a time."""
+"""Largest read at a time: more than a batch, and more than a check reads at a time."""
 
 
 class _Opened:
@@ -36,7 +36,7 @@ class _Opened:
         return status.st_size, status.st_mtime_ns
 
     def read(self, values: npt.NDArray[Any], offset: int) -> None:
-        """Fill an array from a place in the file; raises ``DataError`` where the file is not what it was."""
+        """Fill an array from an offset of the file; raises ``DataError`` if the file has changed."""
         rest = values.reshape(-1).view(np.uint8).data
         try:
             while rest and (count := os.preadv(self.descriptor, [rest], offset)):
@@ -45,8 +45,8 @@ class _Opened:
             raise DataError(f"{self.path} cannot be read ({error.strerror}); check the disk it is on") from error
         if rest or self.state() != self._seen:
             raise DataError(
-                f"{self.path} was changed or cut short while it was in use; a run needs its data as they were when it "
-                "began: restore the file and resume the run"
+                f"{self.path} changed or shrank while in use; the data of a run must not change: restore the file, "
+                f"then resume"
             )
 
 
@@ -55,7 +55,7 @@ class FileArray(np.memmap[Any, Any]):
 
     _opened: _Opened
     _begin: int
-    """Address and offset of the first element of the whole array."""
+    """Address and offset of the array's first element."""
     _offset: int
 
     def __array_finalize__(self, owner: Any) -> None:

@@ -1,7 +1,7 @@
-"""Kinds of files: prose, or records that are a document each. A record is never read as prose.
+"""Kinds of files: plain text, or records that are one document each; a record is never read as plain text.
 
-Records are known by a file's name, and JSON under another name by its content. Beside records, a folder of ``datasets``
-holds files about them (a card, a licence, metadata), which are no documents.
+Records are known by a file's name, and JSON under another name by its content. A folder of ``datasets`` also has
+metadata files (card, licence), which are not documents.
 """
 
 import json
@@ -18,21 +18,21 @@ from hybridtrain.plain_file import open_plain
 from hybridtrain.units import GIB, KIB, MIB
 
 Record: TypeAlias = bytes | object
-"""A line that is not parsed yet, or a value."""
+"""A raw line, or a parsed value."""
 
 
 class Kind(StrEnum):
-    """The layout of a file's documents."""
+    """The format of a file's documents."""
 
     TEXT = "text"
-    """It is one document."""
+    """One document per file."""
     LINES = "JSON lines"
-    """A document a line."""
+    """One document per line."""
     JSON = "JSON"
-    """A document an element of its list, or one alone."""
+    """One document per list element, or a single one."""
     PARQUET = "Parquet"
     ARROW = "Arrow"
-    """A document a row."""
+    """One document per row."""
 
 
 _KINDS: Final = {
@@ -41,18 +41,18 @@ _KINDS: Final = {
 }  # fmt: skip
 _PACKED: Final = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z"}
 DOCUMENT_KEYS: Final = ("text", "prompt", "messages")
-"""Each begins a kind of document; a record has one of them."""
+"""Keys that identify a record's kind; a record has exactly one."""
 _COLUMNS: Final = {*DOCUMENT_KEYS, "completion", "tools"}
 _ABOUT: Final = re.compile(r"(readme|licen[cs]e|citation|notice|changelog)\b|dataset_infos?\.|dataset_dict\.", re.ASCII)
-"""Names, in small letters, of files about the records beside them."""
+"""Lower-case names of metadata files beside records."""
 _CACHE: Final = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
-"""What ``datasets`` computed from the records beside it."""
+"""Cache files of ``datasets``."""
 _SPLITS: Final = {
     "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
     "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
 _SPLIT: Final = re.compile(rf"(?:^|[-._ /0-9])({'|'.join(_SPLITS)})(?=[-._ /0-9]|$)")
-"""As ``datasets`` finds splits in the names of files and folders."""
+"""Split names in file and folder names, as ``datasets`` finds them."""
 NO_JSON: Final = "no JSON"
 _MOST_JSON_BYTES: Final = GIB
 _HEAD_BYTES: Final = 64 * KIB
@@ -61,30 +61,30 @@ _BOM: Final = b"\xef\xbb\xbf"
 
 
 def kind_of(path: Path) -> Kind:
-    """Return the kind of a file by its name."""
+    """Return the format of a file by its name."""
     return _KINDS.get(path.suffix.lower(), Kind.TEXT)
 
 
 def packed_records(path: Path) -> bool:
-    """Return whether a name says that a compressed file holds records."""
+    """Return whether a file name is that of compressed records."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return bool(suffixes) and suffixes[-1] in _PACKED and any(suffix in _KINDS for suffix in suffixes[:-1])
 
 
 def split_of(name: str) -> str:
-    """Return "train", "validation" or "test" if a file's name or its folder's says so, else nothing."""
+    """Return the split that a file's or its folder's name states: "train", "validation" or "test", else nothing."""
     names = _SPLIT.findall(name.lower())
     return _SPLITS[names[-1]] if names else ""
 
 
 def is_about_records(path: Path) -> bool:
-    """Return whether a file in a folder of records is none of them: a card, a licence, metadata, a cache."""
+    """Return whether a file beside records is metadata: a data card, a licence, a cache."""
     name = path.name.lower()
     return _ABOUT.match(name) is not None or _CACHE.fullmatch(name) is not None
 
 
-def holds_json(path: Path) -> bool:
-    """Return whether a text file of any name is JSON: an object or a list, or several with objects after each other."""
+def is_json_text(path: Path) -> bool:
+    """Return whether a text file of any name contains JSON: an object, a list, or several concatenated objects."""
     with os.fdopen(open_plain(path), "rb") as file:
         begin = b""
         while not begin and (head := file.read(_HEAD_BYTES)):
@@ -112,11 +112,11 @@ def holds_json(path: Path) -> bool:
 
 
 def json_kind(path: Path) -> Kind | str:
-    """Return the document layout of a .json file, or the reason for none; raises ``DataError`` if it is too large."""
+    """Return the document layout of a .json file, or why it has none; raises ``DataError`` if it is too large."""
     try:
         value = _json_value(path)
     except (RecursionError, ValueError) as error:
-        is_lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and holds_json(path)
+        is_lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data" and is_json_text(path)
         return Kind.LINES if is_lines else f"{NO_JSON} ({error})"
     if isinstance(value, list):
         has_documents = any(isinstance(element, dict) for element in value)
@@ -126,7 +126,7 @@ def json_kind(path: Path) -> Kind | str:
 
 
 def read_records(path: Path, kind: Kind) -> Iterator[tuple[str, Record]]:
-    """Yield the place of each record, in words, and its content; ``DataError``: a damaged table, or no pyarrow."""
+    """Yield each record's location, in words, and its content; raises ``DataError``: table damaged, or no pyarrow."""
     if kind is Kind.LINES:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -152,8 +152,8 @@ def _json_value(path: Path) -> object:
     size = path.stat().st_size
     if size > _MOST_JSON_BYTES:
         raise DataError(
-            f"{path} has {size} bytes of JSON, which would be in memory whole; at most {_MOST_JSON_BYTES} are read: "
-            "write a document a line into a .jsonl file"
+            f"{path} has {size} bytes of JSON; at most {_MOST_JSON_BYTES} are allowed, because .json is loaded at "
+            f"once: convert it to .jsonl, one document per line"
         )
     return json.loads(path.read_bytes().removeprefix(_BOM))
 

@@ -30,14 +30,14 @@ _EPOCH_STREAM: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedDocuments:
-    """Documents one after the other, in memory or memory-mapped."""
+    """Documents one after another, in memory or memory-mapped."""
 
     tokens: TokenArray
     """(N,) token ids."""
     ends: npt.NDArray[np.int64]
-    """(documents,): one past the last token of each."""
+    """(documents,): end of each document, exclusive."""
     counted: npt.NDArray[np.uint8] | None = None
-    """(N,): 1 where a token, as a target, counts; None: all do."""
+    """(N,): 1 where a token counts as a target; None: everywhere."""
 
     @property
     def num_documents(self) -> int:
@@ -47,37 +47,37 @@ class EncodedDocuments:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedRows:
-    """The pieces of documents in each row."""
+    """The pieces of documents that each row contains."""
 
     documents: EncodedDocuments
     seq_len: int
     starts: npt.NDArray[np.int64]
-    """(pieces,): first input of each, in the order of the rows."""
+    """(pieces,): first input of each piece, in the order of the rows."""
     lengths: npt.NDArray[np.int32]
-    """(pieces,): its inputs."""
+    """(pieces,): inputs of each piece."""
     row_ends: npt.NDArray[np.int64]
-    """(rows,): one past the last piece of each."""
+    """(rows,): end of each row's pieces, exclusive."""
     is_apart: bool
-    """Attention stays inside documents; else a row is one piece and needs no such thing."""
+    """Whether attention stays inside documents; otherwise a row is one piece."""
     num_dropped: int
-    """Pieces without a target that counts."""
+    """Pieces dropped because no target in them counts."""
     num_cut: int
-    """Documents whose answers are in another piece than what they answer."""
+    """Documents split so that an answer is separated from its prompt."""
     pad_id: int = 0
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch."""
+        """Rows per epoch."""
         return int(self.row_ends.size)
 
     @property
     def num_tokens(self) -> int:
-        """Inputs of an epoch, without padding."""
+        """Inputs per epoch, without padding."""
         return int(self.lengths.sum(dtype=np.int64))
 
     @property
     def fill(self) -> float:
-        """Share of positions that are no padding."""
+        """Share of positions that are not padding."""
         return self.num_tokens / (self.num_rows * self.seq_len)
 
     def part(self, first: int, last: int) -> "PackedRows":
@@ -120,7 +120,7 @@ class PackedRows:
         )
 
     def batches(self, *, micro_batch_size: int, max_rows: int) -> Iterator[TokenBatch]:
-        """Yield the first rows in their order; the last batch may have fewer."""
+        """Yield the first rows in order; the last batch may be smaller."""
         last = min(max_rows, self.num_rows)
         for first in range(0, last, micro_batch_size):
             yield self.batch(np.arange(first, min(first + micro_batch_size, last)))
@@ -129,15 +129,15 @@ class PackedRows:
 def pack(
     documents: EncodedDocuments, *, seq_len: int, seed: int, joins_documents: bool, what: str, pad_id: int = 0
 ) -> PackedRows:
-    """Return the rows that hold all documents.
+    """Pack all documents into rows.
 
     Args:
-        documents: What is packed.
+        documents: The documents to pack.
         seq_len: T.
-        seed: Not negative; of the order of rows, and of which of equally long pieces come first.
-        joins_documents: A row takes as many pieces as fit, attention stays inside each; else one, in their order.
-        what: Named in the ``DataError`` where no document has a target that counts.
-        pad_id: Token where a row has none.
+        seed: Decides the order of rows and of equally long pieces; at least 0.
+        joins_documents: Put as many pieces into a row as fit, attention inside each; else one document per row.
+        what: Name of the data in the ``DataError`` for documents without any target that counts.
+        pad_id: Padding token.
     """
     starts, lengths, num_dropped, num_cut = _pieces(documents, seq_len)
     if not starts.size:
@@ -151,7 +151,7 @@ def pack(
         row_of = _best_fit(lengths, seq_len, np.lexsort((ties, -lengths)))
         num_rows = int(row_of.max()) + 1
         # Rows were begun by decreasing length: shuffled, any part of them is a fair sample.
-        row_of = keyed_order(num_rows, seed, _PACK_STREAM, num_rows).argsort()[row_of]
+        row_of = seeded_permutation(num_rows, seed, _PACK_STREAM, num_rows).argsort()[row_of]
         order = np.argsort(row_of, kind="stable")
         starts, lengths = starts[order], lengths[order]
         row_ends = np.cumsum(np.bincount(row_of, minlength=num_rows))
@@ -213,32 +213,32 @@ def _random(count: int, seed: int, *key: int) -> npt.NDArray[np.uint64]:
     return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)).random_raw(count)
 
 
-def keyed_order(count: int, seed: int, *key: int) -> npt.NDArray[np.int64]:
-    """Return 0 to ``count`` - 1 in an order that depends on seed and key alone."""
+def seeded_permutation(count: int, seed: int, *key: int) -> npt.NDArray[np.int64]:
+    """Return a permutation of 0 to ``count`` - 1 that depends on seed and key only."""
     return np.argsort(_random(count, seed, *key), kind="stable")
 
 
 @dataclass(frozen=True, slots=True)
 class RowPosition:
-    """The first row of a batch; the next ones follow without a gap."""
+    """The first row of a batch; later batches follow without a gap."""
 
     batch: int = 0
-    """Its number, from 0."""
+    """Number of the batch, from 0."""
     row: int = 0
-    """Its first row, of all epochs one after the other."""
+    """Its first row, counted over all epochs."""
 
 
 class RowSampler:
-    """Batches of packed rows, every row once an epoch; ``micro_batch_size`` B divides the rows of a batch.
+    """Draws batches of packed rows, each row once per epoch; ``micro_batch_size`` B must divide the rows of a batch.
 
-    A resumed run needs ``first_row`` of its next batch, where its batches were of another size before.
+    A run resumed with another batch size needs the ``first_row`` of its next batch.
     """
 
     def __init__(self, rows: PackedRows, *, batch_size: int, micro_batch_size: int, seed: int) -> None:
-        assert batch_size % micro_batch_size == 0, "micro-batches fill a batch"
+        assert batch_size % micro_batch_size == 0, "batch_size is not a multiple of micro_batch_size"
         self.position = RowPosition()
         self.num_rows = rows.num_rows
-        """Of an epoch."""
+        """Rows per epoch."""
         self._rows = rows
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
@@ -246,7 +246,7 @@ class RowSampler:
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
 
     def first_row(self, number: int) -> int:
-        """Return the first row of a batch, of all epochs one after the other."""
+        """Return the first row of a batch, counted over all epochs."""
         return self.position.row + (number - self.position.batch) * self._batch_size
 
     def batch(self, number: int, micro_batch: int) -> TokenBatch:
@@ -257,5 +257,5 @@ class RowSampler:
 
     def _row(self, epoch: int, place: int) -> int:
         if self._order[0] != epoch:  # kept, for the next batch wants the same
-            self._order = (epoch, keyed_order(self._rows.num_rows, self._seed, _EPOCH_STREAM, epoch))
+            self._order = (epoch, seeded_permutation(self._rows.num_rows, self._seed, _EPOCH_STREAM, epoch))
         return int(self._order[1][place])

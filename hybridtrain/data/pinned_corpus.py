@@ -1,6 +1,6 @@
 """Texts that are the same on every machine: the Python sources of pinned versions of packages that torch depends on.
 
-They are installed wherever torch is, and their wheels hold nothing that is built for a machine. sympy and networkx have
+They are installed with torch, and their wheels are pure Python. sympy and networkx have
 the three-clause BSD licence (LICENSE of https://github.com/sympy/sympy, LICENSE.txt of
 https://github.com/networkx/networkx); nothing of them is copied into this repository.
 """
@@ -20,15 +20,15 @@ PINNED: Final = MappingProxyType(
         "networkx": ("3.6.1", "6c292748fbd76083e20aacdb992a6775d81b436b14717f88e4b6a6894d87f7e3"),
     }
 )
-"""Version, and SHA-256 of every path and content as ``Corpus.digest`` has it: 26 MB and 6 MB of text."""
+"""Pinned version, and SHA-256 of all paths and contents as in ``Corpus.digest``: 26 MB and 6 MB of text."""
 
 
 @cache
 def pinned_corpus(name: str = "sympy") -> Corpus:
-    """Return every source file of a pinned package as byte tokens, one document a file, tests included.
+    """Return all source files of a pinned package, tests included, as byte tokens, one document per file.
 
     Raises:
-        DataError: it is not installed, or is not, byte by byte, what was pinned.
+        DataError: it is not installed, or its files differ from the pinned version.
     """
     version, digest = PINNED[name]
     try:
@@ -51,6 +51,6 @@ def pinned_corpus(name: str = "sympy") -> Corpus:
 def _fault(name: str, state: str) -> str:
     version, _ = PINNED[name]
     return (
-        f"the pinned corpus: {name} {state}; its text must be that of version {version}, untouched; run "
+        f"the pinned corpus: {name} {state}; unmodified version {version} is required; run "
         f"'python -m pip install --force-reinstall --no-deps {name}=={version}'"
     )

@@ -1,7 +1,7 @@
-"""A program that renders chat templates, which are untrusted programs, for ``template_renderer``.
+"""Process that renders chat templates, which are untrusted code, for ``template_renderer``.
 
 It needs jinja2 alone. Standard input has ``sys.path`` and then requests, a line of JSON each; standard output answers.
-Memory, processor time and the length of a text are limited, so that no template takes the machine or never ends.
+Memory, processor time and the length of a text are limited, so that no template can exhaust the machine or hang.
 """
 
 import json
@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     import jinja2
 
 MOST_SECONDS: Final = 3
-"""Of the processor, for one text."""
+"""CPU seconds per text."""
 MOST_BYTES: Final = 2**30
-"""Of memory, for the whole process."""
+"""Memory of the process."""
 MOST_CHARACTERS: Final = 2**24
-"""Of one text: four million tokens, more than any model reads."""
+"""Characters per text: four million tokens, more than any model reads."""
 
 _TODAY: Final = datetime(2024, 7, 26, tzinfo=UTC)
-"""The date passed to templates, fixed so that a text has equal tokens every day: the one that Llama 3's templates take
-where they are told none."""
+"""Fixed date for templates, so that tokens do not depend on the day: the default of Llama 3's templates."""
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""The beginning of a mark; a number follows."""
+"""Prefix of a marker; a number follows."""
 
 
 class _TemplateError(ValueError):
@@ -58,7 +57,7 @@ class _Compiled:
         compiled = self
 
         class Generation(ext.Extension):
-            """The block that encloses an answer."""
+            """Implements the tag ``{% generation %}``, which encloses an answer."""
 
             tags = {"generation"}  # noqa: RUF012  so jinja2 declares it
 
@@ -89,7 +88,7 @@ class _Compiled:
         self._template = environment.from_string(text)
 
     def render(self, names: Mapping[str, object], *, marks: bool) -> tuple[str, list[tuple[int, int]]]:
-        """Return a text, and where the blocks are in it that enclose answers."""
+        """Render a text; return it with the ranges of its generation blocks."""
         plain = self._text(names)
         if not (marks and self.has_markers):
             return plain, []
@@ -113,7 +112,7 @@ class _Compiled:
                 depth -= 1
                 spans += [] if depth else [(first, length)]
         if "".join(parts) != plain:
-            why = "changes what {% generation %} encloses before it writes it; write it unchanged"
+            why = "modifies the text inside {% generation %} before writing it; write it unmodified"
             raise _TemplateError("moved", why)
         return plain, spans
 
@@ -162,7 +161,7 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, object]:
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
+    """Answer requests until standard input closes."""
     sys.path[:] = json.loads(sys.stdin.buffer.readline())
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_AS, MOST_BYTES)

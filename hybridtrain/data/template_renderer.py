@@ -1,7 +1,6 @@
-"""Chat templates, rendered by a process of their own (template_process.py), one for all of them.
+"""Rendering of chat templates by a separate process (template_process.py).
 
-What a template may take of the processor, of memory and of a text is limited there; a process that is ended for it is
-begun anew for the next text.
+CPU time, memory and text length are limited there; a killed process is restarted for the next text.
 """
 
 import atexit
@@ -21,38 +20,39 @@ from hybridtrain.errors import DataError
 from hybridtrain.units import format_bytes
 
 PROGRAM: Final = Path(__file__).with_name("template_process.py")
-"""What renders them."""
+"""The program of the rendering process."""
 _LIMITS: Final = {
-    "time": f"does not end within {MOST_SECONDS} seconds of the processor's time",
+    "time": f"takes more than {MOST_SECONDS} s of CPU time",
     "memory": f"takes more than {format_bytes(MOST_BYTES)} of memory",
     "length": f"writes more than {MOST_CHARACTERS:,} characters",
-    "died": "ends the process that renders it",
+    "died": "crashes the rendering process",
 }
 
 
 class TemplateLimitError(DataError):
-    """A template takes more than it may; with other messages it would too."""
+    """The template exceeds a limit; it would with any messages."""
 
 
 def ask(template: str, shared: str, names: Sequence[Mapping[str, object]], *, marks: bool) -> Mapping[str, Any]:
-    """Return a template's texts of some messages, ``shared`` in JSON, and whether the template marks answers itself.
+    """Render messages by a template; return the texts, and whether the template has {% generation %} marks.
+
+    ``shared`` is JSON.
 
     Raises:
-        ValueError: the template refuses the messages.
-        DataError: it cannot be parsed.
-        TemplateLimitError: it takes more time, memory or characters than it may.
+        ValueError: the template rejects the messages. DataError: it cannot be parsed. TemplateLimitError: it exceeds a
+        limit of time, memory or characters.
     """
     rest = json.dumps({"template": template, "names": names, "marks": marks})
     answer = _PROCESS.ask(f'{{"shared": {shared}, {rest[1:]}')
     fault, why = answer.get("fault"), answer.get("why")
     if fault == "syntax":
-        raise DataError(f"the chat template cannot be parsed ({why}); give another one by chat_template")
+        raise DataError(f"the chat template cannot be parsed ({why}); set chat_template to another one")
     if fault == "moved":
         raise ValueError(f"the chat template {why}, or set loss_on = 'all'")
     if fault == "refused":
-        raise ValueError(f"the chat template refuses the messages ({why})")
+        raise ValueError(f"the chat template rejects the messages ({why})")
     if fault is not None:
-        raise TemplateLimitError(f"the chat template {_LIMITS[fault]}; give another one by chat_template")
+        raise TemplateLimitError(f"the chat template {_LIMITS[fault]}; set chat_template to another one")
     return answer
 
 
@@ -65,7 +65,7 @@ class _Process:
         self._owner = 0
 
     def ask(self, line: str) -> Mapping[str, Any]:
-        """Return the answer to a request."""
+        """Send a request; return the answer."""
         with self._lock:
             try:
                 running = self._started()
@@ -95,15 +95,15 @@ class _Process:
                 )  # fmt: skip
             except OSError as error:
                 raise DataError(
-                    f"chat templates are rendered by a process of their own, which cannot be started "
-                    f"({error.strerror}); allow it, or end other processes"
+                    f"the process that renders chat templates cannot be started ({error.strerror}); allow child "
+                    f"processes, or end other processes"
                 ) from error
             assert self._running.stdin is not None, "a pipe"
             self._running.stdin.write(json.dumps(sys.path).encode("ascii") + b"\n")
         return self._running
 
     def close(self) -> None:
-        """End the process."""
+        """Terminate the process."""
         running, self._running = self._running, None
         if running is not None and self._owner == os.getpid():
             with running:

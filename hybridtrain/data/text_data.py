@@ -1,8 +1,8 @@
 """The data of a [data] table: text encoded once into memory-mapped files, with a held-out part.
 
-The files lie in a folder named by the digest of everything that decides the tokens: contents, tokenizer, template,
-options. So a resumed run finds the same tokens, and changed data or a changed tokenizer makes others. Tokens are raw
-uint16 or uint32, as in token files; ``counts`` says which of them, as targets, count.
+The folder's name is a digest of everything that affects the tokens: contents, tokenizer, template, options. So a
+resumed run finds its tokens, and changed data are encoded again. Tokens are raw uint16 or uint32, as in token files;
+``counts`` marks those that count as targets.
 """
 
 import json
@@ -31,43 +31,43 @@ from hybridtrain.data.documents import Passage, TextSource, open_source, read_do
 from hybridtrain.data.file_array import open_array
 from hybridtrain.data.packing import EncodedDocuments
 from hybridtrain.data.token_file import open_token_file
-from hybridtrain.data.tokenizer import Encoded, Tokenizer, named_template, open_tokenizer
+from hybridtrain.data.tokenizer import EncodedText, Tokenizer, named_template, open_tokenizer
 from hybridtrain.errors import ConfigError, DataError
 
 Say = Callable[[str], None]
 
 _FORMAT: Final = 2
-"""Of the files and of what they hold: another number makes them anew."""
+"""Version of the encoded files; another number re-encodes."""
 _INDEX: Final = "index.json"
 _BATCH_CHARACTERS: Final = 2**21  # encoded at a time, on all cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextData:
-    """Documents to train and to validate on."""
+    """Documents for training and validation."""
 
     name: str
-    """Of the file or folder."""
+    """Name of the file or folder."""
     train: EncodedDocuments
     validation: EncodedDocuments | None
-    """None: nothing is held out."""
+    """Held-out documents; None: there are none."""
     tokenizer: Tokenizer
     packing: Packing
     settings: JsonMapping
-    """Settings that a resumed run must share, by dotted name."""
+    """Settings that must be equal on resume, by dotted name."""
     source: str
     """One sentence on where the tokens come from."""
     template: str = ""
-    """The chat template, where it is another one than the tokenizer's own."""
+    """The chat template, if it is not the tokenizer's own."""
     is_tokens: bool = False
-    """The source is a token file; whether its tokens are the tokenizer's is unknown."""
+    """Whether the source is a token file, whose tokenizer is unknown."""
 
 
 def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) -> TextData:
-    """Return the data of a run; text is encoded unless ``folder`` holds its tokens already.
+    """Open the data of a run; text is encoded unless ``folder`` holds its tokens already.
 
-    Nobody else may be writing to the folder. ``say`` gets progress, and how answers are found. Raises
-    ``DataError``: a path is missing, a line has a fault, a package is not installed, the vocabulary is too small.
+    No other process may write to the folder. ``say`` receives progress and how answers are located. Raises
+    ``DataError``: a path is missing, a record is invalid, a package is not installed, or the vocabulary is too small.
     """
     name = config.tokenizer or BYTES
     tokenizer = open_tokenizer(name, vocab_size=vocab_size, eos_token=config.eos_token)
@@ -85,7 +85,7 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
     packing = config.packing or ("documents" if source.has_records else "stream")
     if packing == "stream" and source.has_records and config.loss_on == "answers":
         raise DataError(
-            f"{config.path}: packing = 'stream' takes windows wherever they fall, and some hold no answer; set "
+            f"{config.path}: packing = 'stream' draws windows at random, and some contain no answer; set "
             "packing = 'documents', or loss_on = 'all'"
         )
     encoding = _Encoding(config, tokenizer, source, other, vocab_size)
@@ -96,7 +96,7 @@ def open_text(config: DataConfig, *, vocab_size: int, folder: Path, say: Say) ->
         settings["data.tokenizer"] = tokenizer.digest
     if packing != "stream":
         settings["data.packing"] = packing
-    skipped = f", {len(source.left_out)} others left out" if source.left_out else ""
+    skipped = f", {len(source.left_out)} others ignored" if source.left_out else ""
     return TextData(
         name=config.path.resolve().name, train=parts[0], validation=parts[1], tokenizer=tokenizer, packing=packing,
         settings=settings,
@@ -112,9 +112,9 @@ class _PartFacts:
     num_tokens: int
     num_documents: int
     is_masked: bool
-    """Some tokens do not count as targets."""
+    """Whether some tokens do not count as targets."""
     largest_token: int
-    """-1 where there is none."""
+    """Id of the padding token; -1 where there is none."""
     digests: tuple[str, ...]
     """SHA-256 of the files."""
 
@@ -137,7 +137,7 @@ class _Encoding:
         self._config, self._tokenizer, self._vocab_size = config, tokenizer, vocab_size
         self._source, self._other = source, other
         self._num_split = 0
-        """Conversations that became several documents."""
+        """Conversations that were split into several documents."""
         self._template = cache(lambda: ChatTemplate(self._template_text(), tokenizer.special_tokens))
         self._dtype: Literal["<u2", "<u4"] = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
         decides = [
@@ -184,21 +184,21 @@ class _Encoding:
                 common = np.isin(self._other.contents(), self._source.contents())
                 if common.any():
                     say(
-                        f"warning: {common.sum()} of {common.size} documents of {self._other.path} are in "
-                        f"{self._source.path} too, so the validation loss is too low; take them out of one of the two"
+                        f"warning: {common.sum()} of {common.size} documents of {self._other.path} are also in "
+                        f"{self._source.path}, so the validation loss is too low; remove them from one of the two"
                     )
         facts = train.facts(), validation.facts()
         for source, part in ((self._source, facts[0]), (self._other, facts[1])):
             if source is not None and not part.num_tokens:
-                raise DataError(f"{source.path} holds no document with text; fill its files, or name others")
+                raise DataError(f"{source.path} contains no text; give files with text")
         if self._template.cache_info().currsize and is_masked:
             split = ""
             if self._num_split:
                 split = (
-                    f"; it writes earlier answers of {self._num_split} conversations otherwise when more follows, so "
-                    "each answer of these ends a document of its own"
+                    f"; it renders earlier answers of {self._num_split} conversations differently, so each of their "
+                    f"answers ends a document of its own"
                 )
-            say(f"answers are found by {self._template().method} of the chat template{split}")
+            say(f"answers are located by {self._template().method} of the chat template{split}")
         elif self._config.chat_template and not self._template.cache_info().currsize:
             raise DataError(_unused_template(self._config))
         index = _Index(dtype=self._dtype, train=facts[0], validation=facts[1])
@@ -207,9 +207,9 @@ class _Encoding:
     def _require_known(self, token: int) -> None:
         if token >= self._vocab_size:
             raise DataError(
-                f"{self._config.path}: token {token}, {self._tokenizer.decode([token])!r}, occurs in the text, and the "
-                f"model's vocabulary has {self._vocab_size}; use the tokenizer that belongs to the model, a model "
-                "whose vocab_size is larger, or text without it"
+                f"{self._config.path}: token {token}, {self._tokenizer.decode([token])!r}, occurs in the text, but "
+                f"the model's vocab_size is {self._vocab_size}; use the model's own tokenizer, a larger vocab_size, "
+                f"or text without this token"
             )
 
     def _encode(self, source: TextSource, writers: Iterator["_PartWriter"]) -> None:
@@ -243,7 +243,7 @@ class _Encoding:
         waiting.clear()
 
 
-def _counted(encoded: Encoded, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+def _counted(encoded: EncodedText, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.bool_]:
     """Return whether each token covers a character of the spans."""
     counts = np.zeros(encoded.ids.size, dtype=np.bool_)
     for first, last in spans:
@@ -261,8 +261,8 @@ def _report_share(
     if validation is None:
         if train.num_documents > 1:
             say(
-                f"warning: nothing is held out: all {train.num_documents} documents have the same content; give "
-                "others, or text of its own by validation"
+                f"warning: nothing is held out: all {train.num_documents} documents have the same content; set "
+                f"data.validation to other text"
             )
         return
     pairs = (validation.num_documents, train.num_documents), (validation.tokens.size, train.tokens.size)
@@ -270,14 +270,14 @@ def _report_share(
     if max(abs(share - percent) for share in shares) > percent / 2:
         say(
             f"warning: validation_percent is {percent}, and {shares[0]:.1f} % of the documents with {shares[1]:.1f} % "
-            "of the tokens are held out: documents are few, of very different lengths, or many have the same content"
+            "of the tokens are held out: documents are few, of very different lengths, or often equal"
         )
 
 
 def _unused_template(config: DataConfig) -> str:
     return (
-        f"chat_template: '{config.chat_template}' has no effect: {config.path} holds no messages; leave "
-        'chat_template out, or name records with "messages"'
+        f"chat_template: '{config.chat_template}' has no effect: {config.path} contains no messages; "
+        'remove chat_template, or give records with "messages"'
     )
 
 
@@ -291,12 +291,12 @@ def _token_files(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> T
     if config.packing not in {None, "stream"}:
         raise DataError(
             f"{config.path}: token files do not say where documents end; packing = '{config.packing}' needs text or "
-            ".jsonl files, so leave packing out or set it to 'stream'"
+            f".jsonl files: remove packing, or set it to 'stream'"
         )
     if config.path.is_dir() and config.validation_percent is not None:
         raise DataError(
-            f"validation_percent: {config.validation_percent} has no effect: {config.path}/val.bin is held "
-            "out; leave validation_percent out, or name train.bin alone"
+            f"validation_percent: {config.validation_percent} has no effect: {config.path}/val.bin is held out; "
+            f"remove validation_percent, or give train.bin alone"
         )
     corpus = token_corpus(config.path, vocab_size=vocab_size, percent=config.held_out_percent)
     validation = corpus.validation
@@ -332,7 +332,7 @@ class _PartWriter:
         self._paths[2].write_bytes(np.array(self._ends, dtype="<i8").tobytes())
 
     def add(self, ids: npt.NDArray[np.integer], counted: npt.NDArray[np.uint8], *, ends: bool) -> None:
-        """Write the tokens of a document, or of its next piece."""
+        """Write the tokens of a passage."""
         self._tokens.write(ids.tobytes())
         if self._is_masked:
             self._counts.write(counted.tobytes())

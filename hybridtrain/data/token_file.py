@@ -39,7 +39,7 @@ class TokenFormat(StrEnum):
     RAW_UINT16 = "raw_uint16"
     """nanoGPT's ``*.bin``."""
     RAW_UINT32 = "raw_uint32"
-    """The same with wide tokens; recognised by the name ``*.uint32.bin``."""
+    """Raw uint32 tokens, recognised by the name ``*.uint32.bin``."""
     LLMC_GPT2 = "llmc_gpt2"
     """llm.c header, magic 20240520, version 1, uint16."""
     LLMC_LLAMA3 = "llmc_llama3"
@@ -54,7 +54,7 @@ class _Layout:
 
     @property
     def offset(self) -> int:
-        """Bytes in front of the tokens."""
+        """Bytes before the tokens."""
         return 0 if self.magic is None else _HEADER_BYTES
 
     @property
@@ -73,24 +73,24 @@ _LAYOUTS: Final[dict[TokenFormat, _Layout]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenFile:
-    """An open token file, checked from end to end."""
+    """An open token file, fully verified."""
 
     path: Path
     tokens: TokenArray
     """(N,) token ids, memory-mapped read-only."""
     format: TokenFormat
     digest: str
-    """SHA-256 in hex of the stored type and the tokens; the same with and without a header."""
+    """SHA-256 in hex of the stored type and the tokens, independent of a header."""
 
 
 def open_token_file(path: Path, *, vocab_size: int, dtype: TokenDtype | None = None) -> TokenFile:
-    """Open a token file and read it once from end to end, which takes about a second per gigabyte.
+    """Open a token file and verify all tokens, at about a second per gigabyte.
 
-    A raw file is of ``dtype``, by default uint32 for ``*.uint32.bin``, else uint16. Raises ``DataError``: it is not
-    there, cut short, of an unknown version or another type, or holds a token that is not below ``vocab_size``.
+    A raw file has ``dtype``, by default uint32 for ``*.uint32.bin``, else uint16. Raises ``DataError``: it is missing,
+    truncated, of an unknown version or another type, or has a token of ``vocab_size`` or more.
     """
     if not path.is_file():
-        raise DataError(f"{path} {'is no file' if path.exists() else missing_path(path)}")
+        raise DataError(f"{path} {'is not a file' if path.exists() else missing_path(path)}")
     try:
         with path.open("rb") as file:  # what would be llm.c's magic number, version and count
             header = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4").tolist()
@@ -107,15 +107,15 @@ def open_token_file(path: Path, *, vocab_size: int, dtype: TokenDtype | None = N
 
 
 def write_token_file(path: Path, tokens: npt.NDArray[np.integer], token_format: TokenFormat) -> None:
-    """Write (N,) integers of any type to a file that appears complete or not at all, in place of one that is there.
+    """Write (N,) integers of any type atomically, replacing an existing file.
 
     Raises:
-        DataError: the folder is missing, a token does not fit the stored type, or their number llm.c's header.
-        OSError: the disk is full or refuses.
+        DataError: the folder is missing, a token does not fit the stored type, or the count does not fit llm.c's
+        header. OSError: the disk fails.
     """
     layout = _LAYOUTS[token_format]
     if layout.magic is not None and tokens.size > _MAX_HEADER_COUNT:
-        raise DataError(f"{tokens.size} tokens exceed llm.c's header; write a raw file or several")
+        raise DataError(f"{tokens.size} tokens do not fit llm.c's header; write a raw file, or several files")
     if not path.parent.is_dir():
         raise DataError(f"{path} cannot be written: there is no folder {path.parent}")
     with replaced_file(path) as partial, partial.open("wb") as file:
@@ -134,11 +134,11 @@ def _detect(path: Path, dtype: TokenDtype | None, magic: int, version: int) -> T
             continue
         if layout.version != version:
             raise DataError(
-                f"{path} has llm.c's magic number {magic} with version {version}; version {layout.version} "
-                "is known, so write the file again with a current llm.c"
+                f"{path} has llm.c's magic number {magic} with version {version}; version {layout.version} is "
+                f"supported: write the file with a current llm.c"
             )
         if dtype not in {None, layout.dtype}:
-            raise DataError(f"{path} holds {layout.dtype} tokens by its header, not {dtype}; leave dtype out")
+            raise DataError(f"{path} contains {layout.dtype} tokens by its header, not {dtype}; remove dtype")
         return token_format
     wide = path.name.endswith(".uint32.bin") if dtype is None else dtype == "uint32"
     return TokenFormat.RAW_UINT32 if wide else TokenFormat.RAW_UINT16
@@ -150,14 +150,14 @@ def _check_length(path: Path, layout: _Layout, declared: int) -> None:
         expected = _HEADER_BYTES + declared * layout.stored.itemsize
         if num_bytes != expected:
             raise DataError(
-                f"{path} is cut short or damaged: a header of {declared} tokens makes {expected} bytes, not "
-                f"{num_bytes}; copy or write it again"
+                f"{path} is truncated or damaged: its header states {declared} tokens ({expected} bytes), it has "
+                f"{num_bytes} bytes; copy it again"
             )
     num_tokens, rest = divmod(num_bytes - layout.offset, layout.stored.itemsize)
     if rest:
         raise DataError(
-            f"{path} has {num_bytes} bytes, no multiple of the {layout.stored.itemsize} bytes of a "
-            f"{layout.dtype} token; it is cut short or of another type"
+            f"{path} has {num_bytes} bytes, not a multiple of {layout.stored.itemsize} bytes per {layout.dtype} "
+            f"token; it is truncated or of another type: copy it again, or set dtype"
         )
     if num_tokens < _MIN_TOKENS:
         raise DataError(f"{path} holds {num_tokens} tokens; at least {_MIN_TOKENS} are needed")

@@ -1,9 +1,9 @@
 """Text to token ids and back: bytes, or any tokenizer of the ``tokenizers`` library with its special tokens.
 
 A folder is read as transformers reads it: tokenizer.json, special tokens in tokenizer_config.json or
-special_tokens_map.json, chat templates there, in chat_template.jinja or in additional_chat_templates/. Where
-transformers is installed, its AutoTokenizer has the last word: some of its classes (Llama's) make other ids of a
-tokenizer.json than the library ``tokenizers`` alone, and it opens folders without one.
+special_tokens_map.json, chat templates there, in chat_template.jinja or in additional_chat_templates/. If transformers
+is installed, its AutoTokenizer is used: some of its classes (Llama's) produce other ids than the library ``tokenizers``
+alone, and it supports folders without tokenizer.json.
 """
 
 import json
@@ -32,22 +32,21 @@ if TYPE_CHECKING:
 _TOKENIZER: Final = "tokenizer.json"
 _CONFIG: Final = "tokenizer_config.json"
 TOKENIZER_FILES: Final = (_TOKENIZER, _CONFIG, "tokenizer.model", "vocab.json")
-"""A folder with any of them holds a tokenizer."""
+"""A folder with any of these files contains a tokenizer."""
 _AS_THE_FILE_SAYS: Final = {None, "PreTrainedTokenizerFast", "TokenizersBackend"}
-"""Classes of transformers that take a tokenizer.json as it is."""
+"""transformers' classes that use a tokenizer.json unmodified."""
 _DECIDES: Final = ("normalizer", "pre_tokenizer", "model", "post_processor", "decoder", "added_tokens")
-"""Parts of a tokenizer.json that affect tokens and their text."""
+"""Parts of a tokenizer.json that affect encoding and decoding."""
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoded:
-    """One text in tokens."""
+class EncodedText:
+    """The tokens of one text."""
 
     ids: npt.NDArray[np.uint32]
     spans: npt.NDArray[np.int64]
-    """(N, 2): the characters that each token stands for, first and one past the last. Tokens that are parts of one
-    character share its span."""
+    """(N, 2): character range of each token, end exclusive. Tokens that are parts of one character share its range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,76 +54,76 @@ class Tokenizer(ABC):
     """Encodes text to tokens, and decodes tokens to text."""
 
     vocab_size: int
-    """Every token is below it."""
+    """Size of the vocabulary: every token is below it."""
     bos_ids: tuple[int, ...] = ()
-    """Put before each document."""
+    """Tokens before each document."""
     eos_ids: tuple[int, ...]
-    """Put after each document; none where no end-of-text token is known."""
+    """Tokens after each document; empty where no end-of-text token is known."""
     stop_ids: tuple[int, ...] = ()
-    """End a text that is drawn."""
+    """Tokens that end a sampled text."""
     pad_id: int = 0
-    """Fills rows; any token will do, for its prediction never counts."""
+    """Padding token; any token will do, as its prediction never counts."""
     special_tokens: Mapping[str, str]
-    """Tokens that chat templates may name: bos_token, eos_token, ..."""
+    """Special tokens that chat templates may use: bos_token, eos_token, ..."""
     templates: Mapping[str, str] = field(default_factory=dict)
-    """Chat templates by name; "default" is the tokenizer's own."""
+    """Chat templates by name; "default" is the tokenizer's default."""
     digest: str
-    """SHA-256 in hex of everything that decides which tokens a text becomes."""
+    """SHA-256 in hex of everything that affects encoding."""
     remark: str = ""
-    """A warning on how it was read; nothing: it is as its files say."""
+    """Warning on how the tokenizer was read; empty: exactly as its files state."""
 
     @abstractmethod
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return each text in tokens, with nothing before and after it."""
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
+        """Return the tokens of each text, without document tokens around it."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
+        """Decode tokens to text, special ones included."""
 
     @abstractmethod
     def special_ids(self) -> dict[str, int | None]:
-        """Return the ids of special tokens by their names in a config.json; None: there is none."""
+        """Return the ids of special tokens by their config.json keys; None for absent ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ByteTokenizer(Tokenizer):
-    """A token per byte of UTF-8; NUL ends a document."""
+    """One token per UTF-8 byte; NUL ends a document."""
 
     vocab_size: int = NUM_BYTE_TOKENS
     eos_ids: tuple[int, ...] = (int(encode_bytes(b"\0")[0]),)
     special_tokens: Mapping[str, str] = field(default_factory=lambda: {"bos_token": "", "eos_token": "\0"})
     digest: str = BYTES
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """Return the bytes of each text as tokens."""
         encoded = []
         for content in (text.encode() for text in texts):
             # Every byte that does not continue a character begins one.
             characters = np.cumsum((np.frombuffer(content, dtype=np.uint8) & 0xC0) != 0x80) - 1
             spans = np.stack([characters, characters + 1], axis=1)
-            encoded.append(Encoded(encode_bytes(content).astype(np.uint32), spans))
+            encoded.append(EncodedText(encode_bytes(content).astype(np.uint32), spans))
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; bytes that are none are replaced."""
+        """Decode bytes to text; invalid bytes are replaced."""
         return decode_tokens(np.array(ids, dtype=np.int64)).decode(errors="replace")
 
     def special_ids(self) -> dict[str, int | None]:
-        """Return that of NUL, which ends a document."""
+        """Return the id of NUL, which ends a document."""
         return {"bos_token_id": None, "eos_token_id": self.eos_ids[0], "pad_token_id": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FileTokenizer(Tokenizer):
-    """A tokenizer of the ``tokenizers`` library."""
+    """A tokenizer of the library ``tokenizers``."""
 
     backend: "tokenizers.Tokenizer"
 
     @classmethod
     def of(cls, read: "_Read", templates: Mapping[str, str], eos_token: str, source: str) -> Self:
-        """Return a tokenizer whose backend's own truncation, padding and special tokens are switched off.
+        """Wrap a backend whose truncation, padding and special tokens are switched off.
 
-        Raises ``DataError`` where ``eos_token``, which stands for the one that its files name, is no token.
+        ``eos_token`` overrides the one in its files. Raises ``DataError`` if it is not in the vocabulary.
         """
         backend, special_tokens = read.backend, dict(read.special_tokens)
         backend.no_truncation()
@@ -134,8 +133,8 @@ class FileTokenizer(Tokenizer):
         backend.post_processor = import_module("tokenizers.processors").ByteLevel(trim_offsets=False)
         if eos_token and backend.token_to_id(eos_token) is None:
             raise DataError(
-                f"eos_token: '{eos_token}' is not a token of {source}; name one of its vocabulary, for example that of "
-                "eos_token in tokenizer_config.json"
+                f"eos_token: '{eos_token}' is not a token of {source}; use one of its vocabulary, for example "
+                f"eos_token in tokenizer_config.json"
             )
         if eos_token:
             special_tokens["eos_token"] = eos_token
@@ -150,18 +149,18 @@ class FileTokenizer(Tokenizer):
             digest=sha256(json.dumps(decides, sort_keys=True).encode("ascii")).hexdigest(),
         )  # fmt: skip
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """Return each text in tokens, on all cores; special tokens that stand in a text are recognised."""
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
+        """Return the tokens of each text, using all cores; special tokens inside a text are recognised."""
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
         pairs = ((encoding.ids, encoding.offsets) for encoding in encodings)
-        return [Encoded(np.array(ids, np.uint32), np.array(spans, np.int64).reshape(-1, 2)) for ids, spans in pairs]
+        return [EncodedText(np.array(ids, np.uint32), np.array(spans, np.int64).reshape(-1, 2)) for ids, spans in pairs]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def special_ids(self) -> dict[str, int | None]:
-        """Return those of the tokens that its files name."""
+        """Return the ids of the special tokens that its files name."""
         ids = {name: self.backend.token_to_id(self.special_tokens.get(name, "")) for name in _SPECIAL_TOKENS[:3]}
         return {f"{name}_id": token for name, token in ids.items()} | {"eos_token_id": next(iter(self.eos_ids), None)}
 
@@ -169,20 +168,21 @@ class FileTokenizer(Tokenizer):
 def open_tokenizer(name: str, *, vocab_size: int, eos_token: str = "") -> Tokenizer:
     """Return the tokenizer that a training file names: "bytes", a tokenizer.json, or the folder that holds one.
 
-    Tokens at or above the model's ``vocab_size`` may be there; none of them is put around documents. ``eos_token`` ends
+    Tokens of ``vocab_size`` or more may exist, but none of them may start or end documents. ``eos_token`` ends
     each document instead of the tokenizer's own.
-    Raises ``DataError``: it is missing or damaged, a package is, or the model's vocabulary is too small for it.
+    Raises ``DataError``: it is missing or damaged, a package is missing, or the model's vocabulary is too small.
     """
     if name == BYTES and eos_token:
         raise DataError(
-            f"eos_token: '{eos_token}' has no effect: bytes end a document with NUL; leave it out, or name a tokenizer"
+            f"eos_token: '{eos_token}' has no effect: the byte tokenizer ends documents with NUL; remove it, or set "
+            f"data.tokenizer"
         )
     tokenizer: Tokenizer = ByteTokenizer() if name == BYTES else _open(Path(name), eos_token)
     around = (*tokenizer.bos_ids, *tokenizer.eos_ids)
     if max(around, default=0) >= vocab_size:
         raise DataError(
-            f"tokenizer '{name}' puts token {max(around)} around each document, the model's vocabulary has "
-            f"{vocab_size}; use the tokenizer that belongs to the model, or a model whose vocab_size is larger"
+            f"tokenizer '{name}' adds token {max(around)} to each document, but the model's vocab_size is "
+            f"{vocab_size}; use the model's own tokenizer, or a larger vocab_size"
         )
     return tokenizer if tokenizer.pad_id < vocab_size else replace(tokenizer, pad_id=0)
 
@@ -193,7 +193,7 @@ class _Read:
 
     backend: "tokenizers.Tokenizer"
     content: str
-    """Of a tokenizer.json that says the same."""
+    """Content of an equivalent tokenizer.json."""
     special_tokens: Mapping[str, str]
     remark: str = ""
 
@@ -221,11 +221,12 @@ def _read_files(folder: Path, file: Path, settings: Mapping[str, object]) -> _Re
     if find_spec("transformers") is None:
         if ours is None:
             raise DataError(
-                f"{folder} holds no {_TOKENIZER}; save one there (tokenizer.save_pretrained), or install transformers, "
+                f"{folder} contains no {_TOKENIZER}; save one there (tokenizer.save_pretrained), or install "
+                f"transformers, "
                 "which opens other formats"
             )
         name = settings.get("tokenizer_class")
-        remark = f"warning: tokens are those of {file}; transformers' {name} may make others: install it to know"
+        remark = f"warning: tokens are those of {file}; transformers' {name} may differ: install transformers to check"
         return ours if name in _AS_THE_FILE_SAYS else replace(ours, remark=remark)
     try:
         kind, theirs = _read_by_transformers(folder)
@@ -233,7 +234,8 @@ def _read_files(folder: Path, file: Path, settings: Mapping[str, object]) -> _Re
         why = str(error).partition("\n")[0]
         if ours is None:
             raise DataError(
-                f"{folder} holds no {_TOKENIZER}, and transformers cannot open it as a fast tokenizer ({why}); save a "
+                f"{folder} contains no {_TOKENIZER}, and transformers cannot open it as a fast tokenizer ({why}); "
+                f"save a "
                 f"{_TOKENIZER} there"
             ) from error
         return replace(ours, remark=f"warning: tokens are those of {file}, which transformers cannot open ({why})")
@@ -243,7 +245,7 @@ def _read_files(folder: Path, file: Path, settings: Mapping[str, object]) -> _Re
     differing = [name for name in _DECIDES if file_content[name] != their_content[name]]
     if not differing:
         return replace(ours, special_tokens=theirs.special_tokens)
-    return replace(theirs, remark=f"tokens are those of transformers' {kind}, with another {differing[0]} than {file}")
+    return replace(theirs, remark=f"tokens are those of transformers' {kind}, whose {differing[0]} differs from {file}")
 
 
 def _read_file(file: Path, settings: Mapping[str, object]) -> _Read:
@@ -305,7 +307,7 @@ def _json(path: Path) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} holds no JSON object; copy it again")
+        raise DataError(f"{path} is not a JSON object; copy it again")
     return content
 
 
@@ -319,9 +321,9 @@ def _read(path: Path) -> str:
 
 
 def named_template(tokenizer: Tokenizer, name: str) -> str:
-    """Return the text of a chat template by its name among the tokenizer's own and those that need no file.
+    """Return a chat template by name, of the tokenizer or built in.
 
-    ``name`` may also be a .jinja file, or nothing: the tokenizer's default. Raises ``DataError``: there is none of it.
+    ``name`` may also be a .jinja file; empty: the tokenizer's default. Raises ``DataError``: there is no such template.
     """
     known = {**BUILTIN_TEMPLATES, **tokenizer.templates}
     if not name and "default" in tokenizer.templates:
@@ -333,7 +335,7 @@ def named_template(tokenizer: Tokenizer, name: str) -> str:
         return _read(path)
     if not name:
         raise DataError(
-            "messages need a chat template and the tokenizer has no default one; set chat_template to a .jinja file or "
+            "messages need a chat template, and the tokenizer has no default; set chat_template to a .jinja file or "
             f"one of: {', '.join(sorted(known))}"
         )
     if name not in known:

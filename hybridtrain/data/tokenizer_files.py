@@ -10,7 +10,7 @@ from hybridtrain.data.byte_tokens import NUM_BYTE_TOKENS, byte_letters
 from hybridtrain.data.tokenizer import ByteTokenizer, Tokenizer
 
 TOKEN_IDS: Final = "token_ids.json"  # noqa: S105  a file
-"""The ids of special tokens by their names in config.json, and which of them replace those that the model came with."""
+"""Ids of special tokens by their config.json keys, and which of them override the model's own."""
 _CONFIG: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS_MAP: Final = "special_tokens_map.json"
 _TOKENIZER: Final = "tokenizer.json"
@@ -23,7 +23,7 @@ _COPIED: Final = (
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer, and of its chat templates, if there are any."""
+    """Copy the files of a tokenizer and its chat templates, if there are any."""
     for name in _COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -34,15 +34,15 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer, name: str, *, is_models: bool, eos_token: str = "", template: str = ""
 ) -> None:
-    """Write the tokenizer of a text into an empty folder.
+    """Write a tokenizer into an empty folder.
 
     Args:
-        folder: Is there.
-        tokenizer: As ``name`` opened it: "bytes", a tokenizer.json, or the folder that holds one.
-        name: Where its files are.
-        is_models: It is the one that the model came with, whose config has the ids of special tokens.
-        eos_token: Instead of the tokenizer's own.
-        template: Chat template instead of the tokenizer's own.
+        folder: An existing folder.
+        tokenizer: The tokenizer that ``open_tokenizer(name)`` returned.
+        name: "bytes", a tokenizer.json, or the folder that contains one.
+        is_models: Whether it is the model's own tokenizer, whose config has the ids of special tokens.
+        eos_token: Overrides the tokenizer's own.
+        template: Chat template that overrides the tokenizer's own.
     """
     ids, path = tokenizer.special_ids(), Path(name)
     if isinstance(tokenizer, ByteTokenizer):
@@ -70,7 +70,7 @@ def write_tokenizer(
 def with_token_ids(config: JsonMapping, folder: Path) -> JsonMapping:
     """Return a config with the ids of special tokens that ``write_tokenizer`` wrote into a folder, if any.
 
-    Several ends of a text stay where they hold the new one.
+    A list of end-of-text ids stays if it contains the new one.
     """
     if not (folder / TOKEN_IDS).is_file():
         return config

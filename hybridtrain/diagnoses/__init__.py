@@ -1,4 +1,4 @@
-"""Troubles of training: one table that diagnoses a log, and is a page of the guide.
+"""Known problems of training: a table for the diagnosis of logs, and a page of the guide.
 
 >>> [answer.trouble.name for answer in diagnose("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")]
 ['card-too-small']

@@ -1,6 +1,6 @@
-"""The allocation that failed, as torch and numpy tell of it.
+"""Parses the failed allocation in error messages of torch and numpy.
 
-torch's caching allocator has two formats, before and since 2.1; cudaMallocAsync's and the host's have one each.
+torch's caching allocator has two formats, before and since 2.1; cudaMallocAsync and host memory have their own.
 """
 
 import re
@@ -38,63 +38,63 @@ _PATTERNS: Final = {
 _GPU: Final = re.compile(r"(?:GPU|on device) ?(\d+)")
 _PROCESS: Final = re.compile(rf"Process \d+ has {_SIZE} memory in use")
 _CONTEXT: Final = GIB
-"""Of a process beside what torch reserved, where it is not told: 0.3 to 1 GiB with the context, cuBLAS and NCCL."""
+"""Default memory of a process beyond what torch reserved: 0.3 to 1 GiB for the context, cuBLAS and NCCL."""
 _LARGE: Final = 0.1
-"""Of reserved memory, unused; of the card, held by others."""
+"""Share that counts as large: unused of reserved memory, or other processes' of the card."""
 _FULL: Final = 0.02
-"""A card with less than this share free is full."""
+"""Free share below which a card counts as full."""
 _ABSURD: Final = 20
-"""Times the card's memory."""
+"""Multiple of the card's memory that counts as absurd."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedAllocation:
-    """Figures of a message, in bytes; None: it lacks the figure."""
+    """Figures of an error message, in bytes; None: not stated."""
 
     gpu: int | None = None
     asked: int
     capacity: int | None = None
     free: int | None = None
     allocated: int | None = None
-    """Of torch's tensors."""
+    """Bytes of torch's live tensors."""
     reserved: int | None = None
-    """By torch, with what is allocated."""
+    """Bytes that torch reserved, allocated ones included."""
     others: int | None = None
-    """Held on the card outside of this process."""
+    """Bytes of other processes on the card."""
     allowed: int | None = None
-    """By a limit below the card's memory."""
+    """Limit below the card's memory, in bytes."""
 
     @property
     def unused(self) -> int:
-        """Bytes that are reserved and not allocated."""
+        """Bytes reserved but not allocated."""
         return 0 if self.reserved is None or self.allocated is None else self.reserved - self.allocated
 
     @property
     def is_absurd(self) -> bool:
-        """Whether no card has as much."""
+        """Whether the request exceeds any card."""
         return self.asked >= _ABSURD * (self.capacity or 51 * GIB)
 
     @property
     def is_limited(self) -> bool:
-        """Whether a limit refused it, not the card."""
+        """Whether a memory limit, not the card, was exceeded."""
         return self.allowed is not None and (self.reserved or self.allocated or 0) + self.asked > self.allowed
 
     @property
     def is_refused_beside_free_memory(self) -> bool:
-        """Whether the card has room for it."""
+        """Whether the card has enough free memory for it."""
         full = _FULL * (self.capacity or 0)
         return self.free is not None and self.allowed is None and self.free >= self.asked + full
 
     @property
     def is_shared(self) -> bool:
-        """Whether others hold much of the card, and it would fit without them."""
+        """Whether other processes use much of the card, and it would fit without them."""
         if self.others is None or self.capacity is None or self.free is None:
             return False
         return self.others >= _LARGE * self.capacity and self.others + self.free >= self.asked
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether much is reserved and unused, and it would fit there."""
+        """Whether much reserved memory is unused, and it would fit there."""
         return self.reserved is not None and self.unused >= max(self.asked, _LARGE * self.reserved)
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class FailedAllocation:
 
 @lru_cache(maxsize=1)
 def failed_allocation(text: str) -> FailedAllocation | None:
-    """Return the first failed allocation that a log tells of with its size."""
+    """Return the first failed allocation in a log that states its size."""
     for begin in _BEGIN.finditer(text):
         end = begin.end() + _MESSAGE_LENGTH
         following = _BEGIN.search(text, begin.end(), end)

@@ -15,13 +15,13 @@ from hybridtrain.diagnoses.table import Trouble, signs_of, troubles
 from hybridtrain.errors import ConfigError
 
 _MOST_BYTES: Final = 64 * 2**20
-"""Of a log; of a longer one the end is read, where errors stand."""
+"""Largest part of a log that is read: its end, where errors are."""
 _EXAMPLES: Final = ("llama-7b", "rtx-4090")
-"""What commands of the table name in place of the reader's."""
+"""Model and card in the table's commands, replaced by the reader's."""
 _SHOWN: Final = 160
 _MOST_ANSWERS: Final = 3
 _FAILED_ALLOCATIONS: Final = {"card-too-small", "host-allocation"}
-"""Troubles that are told with the figures of the message, and so are their variants."""
+"""Troubles whose diagnosis shows the message's figures, variants included."""
 _LONGEST_TRACEBACK: Final = 400
 """Lines."""
 _HEADER: Final = "Traceback (most recent call last)"
@@ -30,21 +30,21 @@ _RANK: Final = re.compile(r"\[rank\d+\]:")
 _CONTEXT: Final = re.compile(r"(?:\[[^\]]*\]:?|\([^)]*\))?[\s\u2502]*\d+[\s\u2502]")
 """Lines of code around a frame's own, in tracebacks of rich and IPython."""
 _CLOSURE: Final = re.compile(r"\bclosure\(\)|\bin closure\b")
-"""What stands outside of it is the optimizer that calls it, not what it computes."""
+"""Frames outside of a closure belong to the optimizer that calls it."""
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One trouble that a log shows."""
+    """A diagnosis: a trouble, and the line that shows it."""
 
     trouble: Trouble
     line: int | None
-    """Where, counted from 1; None: the figures of the whole log show it."""
+    """Line number, from 1; None: the figures of the whole log show it."""
     found: str
-    """The line, or what its figures say."""
+    """The line, or a summary of its figures."""
     figures: str = ""
-    """What else of the log tells how large it is."""
+    """Further figures of the log on its extent."""
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain values for JSON."""
@@ -56,7 +56,7 @@ class Answer:
 
 
 def read_log(path: Path) -> str:
-    """Return a log's text; of the folder of a run its log.jsonl.
+    """Return the text of a log; of a run's folder, its log.jsonl.
 
     Raises:
         ConfigError: there is no such file.
@@ -64,7 +64,7 @@ def read_log(path: Path) -> str:
     path = path / "log.jsonl" if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(
-            "--from", [f"{path} is no file; give a log, or the folder of a training run (--out of train)"]
+            "--from", [f"{path} is not a file; give a log, or the folder of a training run (--out of train)"]
         )
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _MOST_BYTES))
@@ -72,19 +72,19 @@ def read_log(path: Path) -> str:
 
 
 def diagnose(log: str) -> list[Answer]:
-    """Return up to three troubles that a log shows, the likeliest first: the table's order, variants by traceback."""
+    """Diagnose a log: return up to three troubles, the likeliest first."""
     return list(islice(_Log(log).answers(), _MOST_ANSWERS))
 
 
 def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] = (0, 0)) -> str:
-    """Return the answers for a reader, the first in full; ``read`` are the numbers of losses and speeds."""
+    """Format the diagnoses, the first in full; ``read``: numbers of losses and speeds."""
     if not answers and any(read):
         few = f"; fewer than {ENOUGH} steps show no trend" if max(read) < ENOUGH else ""
-        return f"{path}: nothing wrong found in {read[0]} losses and {read[1]} speeds, nor in any other line{few}"
+        return f"{path}: no problem found in {read[0]} losses and {read[1]} speeds, nor in any other line{few}"
     if not answers:
         return (
-            f"{path}: nothing in it is known to be wrong. A whole traceback, the log.jsonl of a run or its memory "
-            f"profile say most; the guide's page on troubleshooting has all {len(troubles())} troubles."
+            f"{path}: no known problem found. Give a whole traceback, a run's log.jsonl or its memory profile; the "
+            f"guide's page on troubleshooting lists all {len(troubles())} troubles."
         )
     first, *others = answers
     return "\n\n".join([_paragraph(first), *(_summary(answer) for answer in others)])
@@ -116,11 +116,11 @@ class _Log:
         self.text = "\n".join(self.lines)
         self.lower = self.text.lower()
         self.places = dict[str, int | None]()
-        """Of signs, the first line that has it."""
+        """First line of each sign."""
 
     def answers(self) -> Iterator[Answer]:
         by_frames, with_variants = set[str](), set[str]()
-        """Troubles of which a variant was found by its frames, or at all."""
+        """Troubles with a variant that matched, by frames or otherwise."""
         for trouble in troubles():
             if trouble.name in with_variants or (trouble.frames and by_frames.intersection(trouble.variant_of)):
                 continue
@@ -207,7 +207,7 @@ class _Log:
 
 @cache
 def plain_part(sign: str) -> str:
-    """Return the longest plain text in lower case that is in whatever a regular expression matches."""
+    """Return the longest literal, in lower case, that each match of a regular expression contains."""
     breaks = re.sub(r"\\.|\[[^]]*\]", "\0", sign)
     while breaks != (outer := re.sub(r"\([^()]*\)", "\0", breaks)):
         breaks = outer

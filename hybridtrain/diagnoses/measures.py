@@ -1,4 +1,4 @@
-"""What the figures in a log show that no single line does: each measure tells its figures by name, or None."""
+"""Measures over a whole log: each returns its figures by name, or None."""
 
 import math
 import re
@@ -14,36 +14,37 @@ from hybridtrain.diagnoses.allocation import failed_allocation
 Measure = Callable[[str], Mapping[str, str] | None]
 
 _NUMBER = r"((?:nan|[-+]?inf(?:inity)?)\b|[-+]?\d[\d,]*+\.?\d*+(?:e[-+]?\d++)?)"
-"""Possessive: of thousands of digits none is tried twice."""
+"""Possessive quantifiers, against backtracking over thousands of digits."""
 _LOSS: Final = re.compile(rf"""(?<![\w])(?:train[_ /]?)?loss['"]?\s*[:=]?\s*{_NUMBER}""", re.IGNORECASE)
 _NULL_LOSS: Final = re.compile(r"""^(?!.*"phase"\s*:\s*"predict").*"loss"\s*:\s*null""")
-"""Predicted steps of our own have none."""
+"""Predicted steps in our own logs have no loss."""
 _SPEED: Final = re.compile(
     rf"""tokens_per_s(?:ec(?:ond)?)?['"]?\s*[:=]\s*{_NUMBER}|(?<![\d,.]){_NUMBER}\s*+(?:tok(?:ens)?|it)/s""",
     re.IGNORECASE,
 )
 _BAR: Final = re.compile(r"(?:\d{1,3}%[^\r\n|]{0,12}\|[^|\r\n]{0,300}\|?|\[) *(\d{1,9})/(\d{1,9})\s*(\[?[^\]\r\n]*)?")
-"""Of tqdm and of transformers in a notebook: how many are done, of how many, and in brackets times and speed."""
+"""A progress bar of tqdm or of transformers in a notebook: steps done, steps in all, times and speed in brackets."""
 _BAR_SPEED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s?(it/s|s/it)")
 _NO_STEPS: Final = re.compile(
     r"load|fetch|map|token|generat|filter|pack|sav|encod|convert|eval|valid|predict|test", re.IGNORECASE
 )
-"""Progress bars of other work than training steps."""
+"""Progress bars of work other than training steps."""
 _GRADIENT: Final = re.compile(rf"""(?<![\w])grad(?:ient)?[_ ]?norm['"]?\s*[:=]?\s*{_NUMBER}""", re.IGNORECASE)
 _SUMMARY: Final = re.compile(r"^.*['\"]train_runtime['\"].*$", re.MULTILINE)
-"""Of a whole run: transformers tells the mean loss as train_loss."""
+"""Summary of a whole run: transformers reports the mean loss as train_loss."""
 _REWARDS: Final = re.compile(r"""['"](?:rewards?\b|(?:objective/)?kl['"])""")
-"""Losses of reinforcement and preference learning, which need not fall."""
+"""Loggers of reinforcement and preference learning, whose losses need not fall."""
 _OUT_OF_MEMORY: Final = re.compile(r"out of memory", re.IGNORECASE)
 _PROFILE_HEADER: Final = "step,phase,"
 ENOUGH: Final = 12
-"""Steps without which a course says nothing."""
+"""Fewest steps for a trend."""
 _FEW: Final = 3
-"""Steps on either side of one at which something changes."""
+"""Steps before and after a change."""
 _RISE, _FALL, _SPIKE = 1.05, 0.7, 1.5
-"""Of the smoothed best loss; of the first speed; of the median around a step."""
+"""Thresholds: rise over the smoothed best loss, fall below the first speed, spike over the median around a step."""
 _RISE_NOISE, _SPIKE_NOISE = 5.0, 8.0
-"""Standard deviations: of a smoothed loss, the best of many is 2 below the mean of a level course; of a step's loss."""
+"""Thresholds in standard deviations, for a smoothed loss and for a single one. The best of many smoothed losses is 2
+below the mean by chance."""
 
 
 def _numbers(pattern: re.Pattern[str], text: str) -> list[float]:
@@ -52,7 +53,7 @@ def _numbers(pattern: re.Pattern[str], text: str) -> list[float]:
 
 
 def counted(text: str) -> tuple[int, int]:
-    """Return how many losses and how many speeds a log has."""
+    """Return the numbers of losses and of speeds in a log."""
     return len(_losses(text)), len(_speeds(text))
 
 
@@ -81,8 +82,8 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return [_mean(values[at : at + width]) for at in range(len(values) - width + 1)]
 
 
-def loss_no_number(text: str) -> Mapping[str, str] | None:
-    """Find the first loss that is nan or inf, or null, which is what JSON has for them."""
+def loss_not_finite(text: str) -> Mapping[str, str] | None:
+    """Find the first loss that is NaN or infinite (null in JSON)."""
     losses = _losses(text)
     first = next((at for at, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if first is not None:
@@ -105,7 +106,7 @@ def loss_rises(text: str) -> Mapping[str, str] | None:
 
 
 def loss_spikes(text: str) -> Mapping[str, str] | None:
-    """Find single losses far above those around them."""
+    """Find losses far above their neighbours."""
     losses = _course(text)
     if len(losses) < ENOUGH:
         return None
@@ -115,8 +116,8 @@ def loss_spikes(text: str) -> Mapping[str, str] | None:
     return {"at": f"the losses {', '.join(steps[:5])} of the log"} if steps else None
 
 
-def gradient_no_number(text: str) -> Mapping[str, str] | None:
-    """Find gradient norms that are nan or inf to the end, and losses that hide it: three, or one beside a loss of 0."""
+def gradient_not_finite(text: str) -> Mapping[str, str] | None:
+    """Find gradient norms that stay NaN or infinite to the end: three, or one with a loss of 0."""
     steps = [(_numbers(_GRADIENT, line), _numbers(_LOSS, line)) for line in text.splitlines() if "norm" in line]
     ends = list(takewhile(lambda step: not math.isfinite(step[0][0]), (step for step in reversed(steps) if step[0])))
     zero = sum(losses[:1] == [0.0] for _, losses in ends)
@@ -125,21 +126,21 @@ def gradient_no_number(text: str) -> Mapping[str, str] | None:
     return {"steps": f"the last {len(ends)} of {len(steps)} have gradient norm {ends[0][0][0]}, {zero} of them loss 0"}
 
 
-def nothing_learned(text: str) -> Mapping[str, str] | None:
+def zero_loss_and_gradient(text: str) -> Mapping[str, str] | None:
     """Find that all losses and gradient norms are 0."""
     course, gradients = _course(text), _numbers(_GRADIENT, text) if "norm" in text else []
     nothing = len(course) > _FEW and len(gradients) > _FEW and not any(course) and not any(gradients)
     return {"losses": f"all {len(course)} are 0, and so are gradient norms"} if nothing else None
 
 
-def slowing_down(text: str) -> Mapping[str, str] | None:
-    """Find a speed that falls by more than three tenths, little by little."""
+def gradual_slowdown(text: str) -> Mapping[str, str] | None:
+    """Find a speed that gradually falls by more than 30 %."""
     speeds = _speeds(text)[1:]  # the first step warms up
     return _fallen(speeds) if _drop(speeds) is None else None
 
 
-def slower_at_once(text: str) -> Mapping[str, str] | None:
-    """Find a step from which on all are slower by more than three tenths, while before and after it speed holds."""
+def sudden_slowdown(text: str) -> Mapping[str, str] | None:
+    """Find a step after which all are more than 30 % slower, with steady speed before and after."""
     speeds = _speeds(text)[1:]
     at = _drop(speeds)
     if at is None:
@@ -196,8 +197,8 @@ def _fallen(speeds: Sequence[float]) -> Mapping[str, str] | None:
     return {"first": _told(first), "last": _told(last)} if last < _FALL * first else None
 
 
-def ran_before(text: str) -> Mapping[str, str] | None:
-    """Find that many steps went well before memory ran out."""
+def steps_before_out_of_memory(text: str) -> Mapping[str, str] | None:
+    """Find that many steps succeeded before memory ran out."""
     failed = _OUT_OF_MEMORY.search(text)
     before = text[: failed.start()] if failed else ""
     last = next(iter(deque(_bars(before), maxlen=1)), None)
@@ -207,7 +208,7 @@ def ran_before(text: str) -> Mapping[str, str] | None:
 
 
 def ends_while_loading(text: str) -> Mapping[str, str] | None:
-    """Find that the last progress bar is that of a model's files, and not at its end."""
+    """Find that a log ends within the progress bar of loading a model."""
     last = next(iter(deque(_bars(text), maxlen=1)), None)
     if last is None or "loading" not in last.what.lower() or last.done >= last.total:
         return None
@@ -228,14 +229,14 @@ def empty_profile(text: str) -> Mapping[str, str] | None:
 MEASURES: Final[Mapping[str, Measure]] = {
     measure.__name__: measure
     for measure in (
-        loss_no_number,
+        loss_not_finite,
         loss_rises,
         loss_spikes,
-        gradient_no_number,
-        nothing_learned,
-        slower_at_once,
-        slowing_down,
-        ran_before,
+        gradient_not_finite,
+        zero_loss_and_gradient,
+        sudden_slowdown,
+        gradual_slowdown,
+        steps_before_out_of_memory,
         ends_while_loading,
         empty_profile,
     )

@@ -15,26 +15,26 @@ Topic = Literal["Out of memory", "Slow", "Accuracy", "Profiler silent"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """One thing that goes wrong."""
+    """A known problem of training, with signs, cause and remedies."""
 
     name: str
     topic: Topic
     shows: str
-    """What a user sees."""
+    """What the user observes."""
     cause: str
     do: tuple[str, ...]
-    """What to do, the first thing first."""
+    """Remedies, the first one first."""
     commands: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
-    """Regular expressions of lines that show it."""
+    """Regular expressions for its lines."""
     measures: tuple[str, ...] = ()
-    """Names of ``MEASURES``."""
+    """Names in ``MEASURES``."""
     variant_of: tuple[str, ...] = ()
-    """Names of troubles; one's signs must be there too, and it is not told where a variant is."""
+    """Names of the general troubles of this variant: their signs must match too, and it replaces them."""
     frames: tuple[str, ...] = ()
-    """Regular expressions of lines of the failure's traceback; the first variant that has one is told."""
+    """Regular expressions for the failure's traceback; the first matching variant wins."""
     figures: tuple[str, ...] = ()
-    """Regular expressions of what else of the log is told, its last place each."""
+    """Regular expressions for further lines to show, the last match of each."""
 
     def __post_init__(self) -> None:
         faults = [f"measures: '{name}' must be one of {', '.join(MEASURES)}" for name in {*self.measures} - {*MEASURES}]
@@ -60,7 +60,7 @@ class _Table:
 
 @cache
 def troubles() -> tuple[Trouble, ...]:
-    """Return every trouble, what is told first first."""
+    """Return all troubles, in order of rank."""
     text = resources.files("hybridtrain.diagnoses").joinpath("troubles.toml").read_text(encoding="utf-8")
     return decode(_Table, tomllib.loads(text), source="troubles.toml").trouble
 

@@ -1,4 +1,4 @@
-"""The work of a block that equal blocks share, so that a dry run does it once."""
+"""A block's work with a key, so that a dry run computes equal blocks once."""
 
 from collections.abc import Callable, Hashable
 
@@ -12,7 +12,7 @@ from hybridtrain.virtual_gpu.account.repeated_work import Work
 _PARTS = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """Attributes of every module that are inspected one by one."""
 _HOOKS = frozenset(vars(nn.Module())) - _PARTS - {"training"}
-"""Those that may do anything."""
+"""Hooks, which may do anything."""
 
 
 def block_work(

@@ -1,8 +1,8 @@
-"""The one executor: it realises any plan and never asks which optimization is on.
+"""The executor of any plan, without any case for single optimizations.
 
-A micro-batch passes embedding, blocks and head, and back. A horizontal schedule does that for each micro-batch in turn;
-a vertical one takes all micro-batches of the step through a block before the next block is touched. Both are bit-equal
-to plain autograd: every sum of gradients has the order that ``loss.backward()`` per micro-batch would give it.
+A horizontal schedule runs one micro-batch after another through all blocks; a vertical one runs all micro-batches of a
+step through a block before the next block. Both are bit-equal to plain autograd: gradients are summed in the order of
+``loss.backward()`` per micro-batch.
 
 B batch, T sequence, D width, V vocabulary.
 """
@@ -28,7 +28,7 @@ class Executor(ModelRun):
     """Runs forward and backward passes of one model under one plan; gradients end up in ``grads``."""
 
     def enter(self, plan: PhasePlan, weights: WeightStore, *, runs_backward: bool) -> None:
-        """Switch to another plan between two steps; without backward passes their stores are left alone."""
+        """Switch to another plan between two steps; without backward passes gradient and boundary stores stay."""
         self.plan, self.weights = plan, weights
         self.arrange(plan)
         if not runs_backward:
@@ -50,11 +50,11 @@ class Executor(ModelRun):
         on_block_done: BlockDone | None = None,
         loss_scale: float = 1.0,
     ) -> list[Tensor]:
-        """Return the loss of each micro-batch; add the gradients of the mean over all their targets to ``grads``.
+        """Return the loss of each micro-batch; add the gradients of the mean over all targets to ``grads``.
 
-        The losses are scalars float32 on the device, mean cross entropy in nats per token; there are none where another
-        stage has the head. The other arguments are those of ``StepWork``; without ``share`` the step has no other
-        micro-batches.
+        The losses are scalars float32 on the device, mean cross entropy in nats per token; there are none if another
+        pipeline stage has the head. Other arguments are as in ``StepWork``; without ``share`` these are all
+        micro-batches of the step.
         """
         share = share or StepShare(0, tuple(batch.num_targets for batch in batches))
         work = StepWork(batches, seed, share, on_block_done, loss_scale)
@@ -93,9 +93,9 @@ class Executor(ModelRun):
 
     @torch.no_grad()
     def loss(self, batch: DeviceBatch) -> Tensor:
-        """Return the mean cross entropy of a batch in nats per token, a scalar float32; nothing is kept.
+        """Return the mean cross entropy of a batch in nats per token, a scalar float32, without autograd.
 
-        It is NaN where another stage has the head.
+        It is NaN if another pipeline stage has the head.
         """
         hidden_BTD = self._hidden(batch.token_ids_BT, batch.documents)
         if not self.part.has_head:
@@ -120,7 +120,7 @@ class Executor(ModelRun):
         return hidden_BTD  # type: ignore[no-any-return]
 
     def drop(self) -> None:
-        """Forget gradients and boundaries of an unfinished step."""
+        """Discard gradients and boundaries of an unfinished step."""
         self.grads.drop()
         self.boundaries.drop()
 

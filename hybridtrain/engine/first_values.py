@@ -1,7 +1,7 @@
-"""First values of every parameter: read from a source, or random by the seed. P elements of a flat slice.
+"""Initial values of all parameters, read from a source or random. P elements of a flat slice.
 
-What is read goes to its place slice by slice, so that no matrix needs to be in memory whole beside what stores it;
-only codes whose scales depend on each other are made of whole matrices.
+Values are read slice by slice into their storage, so that no whole matrix is in memory twice. Only codes whose scales
+depend on each other need whole matrices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ from hybridtrain.virtual_gpu.account.observer import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 _READ_ELEMENTS = 1 << 21
-"""Of a source at a time: each passes the processor twice, as it is stored and as float32."""
+"""Elements read from a source at a time: each slice is copied as stored and as float32."""
 
 
 @dataclass(slots=True)
 class FirstValues:
     """Writes first values into the stores of a plan.
 
-    Without a ``source`` all are random, keyed by ``seed`` and parameter. Adapters always begin as the identity.
+    Without a ``source`` all are random, keyed by ``seed`` and parameter. Adapters always start at zero output.
     """
 
     model: BlockModel
@@ -45,7 +45,7 @@ class FirstValues:
 
     @torch.no_grad()
     def write(self, units: Sequence[Unit]) -> None:
-        """Write the held units; adapters draw after all else, so that other values are those of a model without."""
+        """Write the held units; adapters draw last, so that other values equal those of a model without adapters."""
         everywhere = self.model.units(everywhere=True)
         names = [name for unit in everywhere for name, _ in (*unit.frozen, *unit.parameters)]
         numbers = {name: number for number, name in enumerate(sorted(names, key=is_adapter))}
@@ -82,7 +82,7 @@ class FirstValues:
                 target = torch.empty(parameter.shape, dtype=torch.float32, device=self.states.copies.device)
             self._fill(name, parameter, target, numbers[name], reads=self.source is not None)
             if is_coded:
-                assert self.weights.codes is not None, "only a code format stores several tensors"
+                assert self.weights.codes is not None, "several stored tensors without a code format"
                 self.weights.codes.encode(target.view(-1), stored)
             elif target is not stored[0]:
                 stored[0].copy_(target)
@@ -96,7 +96,7 @@ class FirstValues:
             values.view(-1)[part].copy_(value_P)
 
     def _read(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
-        assert self.source is not None, "asked for only where there is one"
+        assert self.source is not None, "called without a weight source"
         for part in parts(parameter.numel(), _READ_ELEMENTS):
             yield part, self.source.read(name, part).to(self.states.copies.device, torch.float32)
 
@@ -104,7 +104,7 @@ class FirstValues:
         if name.endswith("magnitude"):
             unit, _, path = name.partition(".adapter.")[0].rpartition(".")
             linear = self.weights.acquire(block_number(unit)).get_submodule(path)
-            assert isinstance(linear, Linear), "adapters stand beside linear layers"
+            assert isinstance(linear, Linear), "an adapter without a linear layer"
             with widened(linear.weight):
                 values.copy_(torch.linalg.vector_norm(linear.weight.float(), dim=1))
             return

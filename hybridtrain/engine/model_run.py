@@ -1,4 +1,4 @@
-"""A model under a plan, as passes over it work with it. B batch, T sequence, D width."""
+"""A model with its plan, gradients and boundaries. B batch, T sequence, D width."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from hybridtrain.plan.memory_plan import LinearKind, PhasePlan, suited
 class ModelRun:
     """Owns gradients and boundaries, and knows the order of blocks.
 
-    The model's packed blocks are bound by ``weights``; ``wants_norm``: the norm of the gradients will be asked for.
+    The model's packed blocks are bound by ``weights``; ``wants_norm``: whether the gradient norm will be needed.
     """
 
     def __init__(
@@ -32,22 +32,22 @@ class ModelRun:
         self.observer = shards.copies.observer
         self.units = model.units(everywhere=True)
         self.part = model.part
-        """The held part of the model: all of it, or that of a stage."""
+        """The part of the model that this process has: all of it, or a pipeline stage."""
         self.trains_tied = model.config.tied and model.head.weight.requires_grad
-        """The head's weight is the token embedding, and trained."""
+        """Whether the head's weight is the token embedding, and trained."""
         experts = model.config.experts
         self.balanced = experts if experts is not None and experts.balance_coefficient else None
-        """Of blocks that add a load-balancing loss."""
+        """Number of blocks with a load-balancing loss."""
         self.draws = model.config.dropout > 0 or plan.adapter_dropout > 0
         self._shards = shards
         self._wants_norm = wants_norm
         self.first_kept = 0
-        """Held blocks before this number are recomputed, the others keep their graphs."""
+        """Blocks before this number are recomputed; later ones keep their autograd graphs."""
         self.segments: list[range] = []
-        """Blocks that are recomputed together."""
+        """Groups of blocks that are recomputed together."""
         self.arrange(plan)
         self.served = plan
-        """Plan that gradients and boundaries are stored by: the last one with backward passes."""
+        """Plan of the gradient and boundary stores: the latest one with backward passes."""
         self.boundaries = self.new_boundaries()
         self.grads = self.new_grads()
 
@@ -77,7 +77,7 @@ class ModelRun:
         return [group] if self.part.is_whole else [group[i : i + 1] for i in range(len(group))]
 
     def receive(self, shape: Sequence[int], rank: int) -> Tensor:
-        """Return a tensor of the compute dtype that another stage gives."""
+        """Receive a tensor of the compute dtype from another pipeline stage."""
         target = torch.empty(tuple(shape), dtype=self.weights.compute_dtype, device=self.transfer.device)
         self.copies.receive(target, rank)
         return target

@@ -1,8 +1,7 @@
-"""The one pass over parameters, for updates and for all other reads and changes of weights and their state.
+"""The pass over parameters, for updates and for all other access to weights and their state.
 
-All work happens where tensors live: on the device in slices, streamed through it in slices, or on the host by the
-processor. Nothing of a parameter's size is held beyond what the stores hold, but for parameters that an optimizer must
-see in one piece. P elements of a flat slice.
+Work runs on the device in slices, streamed or not, or on the host's CPU. Temporaries are slices; only an optimizer that
+needs a whole matrix makes one of a parameter's size. P elements of a flat slice.
 """
 
 from collections import deque
@@ -41,14 +40,14 @@ class PassSettings:
     uses_extra: bool = True
     writes_extra: bool = False
     reads_stored: bool = False
-    """Stored weights are needed themselves, whatever their format."""
+    """Whether stored weights must be fetched, whatever their format."""
     loads_values: bool = True
-    """Without it only stored tensors are read and written."""
+    """Whether values are changed; otherwise stored tensors are only read and written."""
     writes_weights: bool = True
     rounds_to_nearest: bool = False
-    """Weights without a master are otherwise rounded stochastically."""
+    """Round to nearest; otherwise weights without a master are rounded stochastically."""
     seed: int = 0
-    """Keys stochastic rounding."""
+    """Key of stochastic rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +56,17 @@ class ParameterSlice:
 
     unit: str
     index: int
-    """Of the parameter in its unit."""
+    """Index of the parameter in its unit."""
     part: slice
     """Range of its elements."""
     weight: WeightSlice
-    """``value`` is changed in place where the pass writes weights."""
+    """The weight; ``value`` is changed in place where the pass writes weights."""
     second_P: Tensor | None
     """Second moment, float32, without bias correction; None unless asked for."""
     extra: tuple[StateSlice, ...]
-    """What the plan keeps beside the optimizer's state; empty unless asked for."""
+    """Extra state that the plan keeps beside the optimizer's; empty unless requested."""
     on_host: bool
-    """Whether this is host memory, and the processor works."""
+    """Whether it is in host memory, and the CPU does the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +76,18 @@ class _Task:
     work: Callable[[Operands], None]
     settings: PassSettings
     reads: bool
-    """Stored weights are fetched; without it a slot holds what is stored in it alone."""
+    """Whether stored weights are fetched; otherwise a slot only receives new ones."""
     second_names: Sequence[str] = ()
-    """Of state that is brought where there is no update, which needs all."""
+    """Names of the optimizer state to fetch; updates need all of it."""
     update: Update | None = None
     grads: GradStore | None = None
 
     def slots(self, state: ParameterState) -> Sequence[StateSlot]:
-        """Return the optimizer's state that is brought."""
+        """Return the optimizer state to fetch."""
         return [slot for slot in state.slots if self.update or slot.spec.name in self.second_names]
 
     def extra_slots(self, state: ParameterState) -> Sequence[StateSlot]:
-        """Return the extra state that is brought."""
+        """Return the extra state to fetch."""
         return state.extra if self.settings.uses_extra else ()
 
     def pieces(self, entry: Entry, part: slice) -> list[Piece]:
@@ -116,16 +115,16 @@ class _Item:
 
     unit: Unit
     work: Callable[[Sequence[StoredWeight], Sequence[Tensor]], None]
-    """Given what is stored of the unit's weights, of cut ones the own ranges, and the pieces asked for."""
+    """Called with the unit's stored weights (own ranges of sharded ones) and the requested pieces."""
     key: tuple[int, ...] = ()
-    """Of its random numbers, within the unit's; empty: it draws on after the one before."""
+    """Key of its random numbers within the unit's; empty: it continues the previous item's stream."""
 
 
 class ParameterPass:
     """Passes over all parameters of a model, or those of some units.
 
-    With ``on_host`` the processor does the work, on state and gradients in host memory. ``numbers`` of units in the
-    whole model key random numbers; None: ``units`` are the whole model.
+    With ``on_host`` the CPU does the work, on state and gradients in host memory. ``numbers`` are the units' numbers in
+    the whole model, which key random numbers; None: ``units`` are the whole model.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class ParameterPass:
     ) -> None:  # fmt: skip
         self.units = tuple(units)
         self.last: PassSettings | None = None
-        """Of the last visit that changed weights."""
+        """Settings of the last visit that changed weights."""
         self._numbers = numbers or {unit.name: number for number, unit in enumerate(self.units)}
         self._weights = weights
         self._states = states
@@ -148,7 +147,7 @@ class ParameterPass:
     def update(self, grads: GradStore, settings: StepSettings, units: Sequence[Unit] | None = None) -> None:
         """Update units, all by default, and release their gradients.
 
-        A single unit is updated within its visit: its weights are on the device and no visits are planned anew.
+        A single unit is updated within its visit, while its weights are on the device.
         """
         has_hook, update = settings.hook is not None, Update(self._states, self._optimizer, settings)
         chosen = self.units if units is None else units
@@ -166,8 +165,8 @@ class ParameterPass:
 
     @torch.no_grad()
     def visit(self, work: Callable[[ParameterSlice], None], settings: PassSettings) -> None:
-        """Call ``work`` on every slice: predicted steps, their undoing, snapshots."""
-        assert not self._shards.cuts_state, "a rank that holds ranges alone is not asked for whole parameters"
+        """Call ``work`` on every slice, for predicted steps, their rollback and snapshots."""
+        assert not self._shards.cuts_state, "a sharded rank cannot visit whole parameters"
         if settings.writes_weights and settings.loads_values:
             self.last = settings
         optimizer = self._optimizer
@@ -373,5 +372,5 @@ def _host_slice(slot: StateSlot, count: int) -> StateSlice:
 
 
 def _host_tensor(stored: Stored) -> Tensor:
-    assert isinstance(stored, TierTensor), "an update on the host finds everything there"
+    assert isinstance(stored, TierTensor), "an update on the host needs its tensors in host memory"
     return stored.on_host()

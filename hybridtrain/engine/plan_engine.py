@@ -1,4 +1,4 @@
-"""Everything that realises the plan in force: stores, executor, pass over parameters. It changes with the plan."""
+"""Stores, executor and parameter pass of the active plan."""
 
 from hybridtrain.engine.executor import Executor
 from hybridtrain.engine.parameter_pass import ParameterPass, PassSettings
@@ -15,12 +15,12 @@ from hybridtrain.virtual_gpu.account.observer import Stage
 
 
 class PlanEngine:
-    """Stores, executor and passes of a model; it begins under the plan of FULL.
+    """Stores, executor and passes of a model; it starts with the plan of FULL.
 
     For the packed blocks of that plan the model is built with ``placeholder_scope``.
 
     Raises:
-        ValueError: a phase stores weights as nothing could train them.
+        ValueError: a phase stores weights in a format that cannot be trained.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class PlanEngine:
         self.units = model.units()
         self.states = StateStore(full, self._formats[Phase.FULL], shards)
         self._stored_as = Phase.FULL
-        """Phase whose plan decides the storage of weights, and the place of master weights not moved away."""
+        """Phase whose plan decides how weights are stored and where master weights are."""
         self.executor = Executor(model, self.weights, full, shards, wants_norm=wants_norm)
         self._connect()
 
     def enter(self, phase: Phase, *, step: int, key: int) -> None:
         """Switch to the plan of another phase after ``step`` steps.
 
-        ``key``: of stochastic rounding where storage is narrower than before. The last visit's key comes first, so that
-        its results are rounded as if it had worked on the narrower ones.
+        ``key`` seeds stochastic rounding to narrower storage. The last visit's key takes precedence, as if it had
+        written the narrower storage.
         """
         plan = self.memory_plan.for_phase(phase)
         moves = self._must_move(phase)
@@ -65,7 +65,7 @@ class PlanEngine:
         self.executor.enter(plan, self.weights, runs_backward=phase is not Phase.PREDICT)
 
     def store_as(self, phase: Phase, *, key: int) -> Phase:
-        """Store weights as a phase does, leaving all else in place; return their previous storage."""
+        """Store weights as in another phase, leaving all else in place; return their previous storage."""
         before, plan = self._stored_as, self.memory_plan.for_phase(phase)
         if not self._must_move(phase):
             return before

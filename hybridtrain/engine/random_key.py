@@ -1,6 +1,6 @@
-"""Random streams by name instead of by order: the same micro-batch and unit draw the same numbers in any schedule.
+"""Keyed random streams: a micro-batch and unit draw the same numbers in any schedule.
 
-A recomputed block draws again what it drew the first time, without a saved generator state.
+A recomputed block draws the same numbers without a saved generator state.
 """
 
 _MASK = (1 << 64) - 1

@@ -1,4 +1,4 @@
-"""Refusals, before anything is built, of plans that ranks cannot run and of settings that differ between them."""
+"""Checks before anything is built: plans that ranks cannot run, and settings that differ between ranks."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,14 @@ _ROLES = (Role((256, 256), in_block=True), Role((256, 256), in_block=False), Rol
 
 
 def require_ranks(group: Group, plan: MemoryPlan, optimizer: Optimizer, num_blocks: int) -> None:
-    """Raise ``ConfigError`` unless a plan can run on the ranks of a group, each fault a sentence."""
+    """Raise ``ConfigError`` unless a plan can run on the ranks of a group, with a sentence for each fault."""
     faults = list(_faults(group, plan, optimizer, num_blocks))
     if faults:
         raise ConfigError(f"{group.shares} ranks", faults)
 
 
 def require_agreement(group: Group, device: torch.device, given: Mapping[str, JsonValue]) -> None:
-    """Refuse settings that differ between ranks, named by what a user would change; every rank must call this.
+    """Raise an error if settings differ between ranks; every rank must call this. Each is named as the user sets it.
 
     Raises:
         ConfigError: a fault for each name, with the values of the ranks.
@@ -58,36 +58,34 @@ def _faults(group: Group, plan: MemoryPlan, optimizer: Optimizer, num_blocks: in
     is_pipeline = group.world > 1 and full.pipeline_stages > 1
     if is_pipeline and full.pipeline_stages != group.world:
         yield (
-            f"pipeline_stages: {full.pipeline_stages} stages are as many ranks, and no model beside another; set "
+            f"pipeline_stages: needs {full.pipeline_stages} ranks, one per stage; set "
             f"pipeline's stages to {group.world}, or start {full.pipeline_stages} ranks"
         )
     if is_pipeline and group.world > num_blocks:
         yield (
-            f"pipeline_stages: {group.world} stages need a block each, the model has {num_blocks}; start at most "
+            f"pipeline_stages: {group.world} stages need at least one block each, the model has {num_blocks}; start "
+            f"at most "
             f"{num_blocks} ranks, with as many stages"
         )
     if not is_pipeline and full.grad_accum_steps % shares:
         yield (
             f"grad_accum_steps: {full.grad_accum_steps} micro-batches of a step must be a multiple of the number of "
-            f"ranks, so that all have as many; set grad_accumulation's grad_accum_steps to a multiple of {shares}, or "
+            f"ranks; set grad_accumulation's grad_accum_steps to a multiple of {shares}, or "
             f"start another number of ranks"
         )
     is_whole = any(optimizer.needs_whole(role) for role in _ROLES)
     if full.zero_stage and (is_whole or any(spec.shape for role in _ROLES for spec in optimizer.state(role))):
         yield (
-            f"optimizer.kind: '{optimizer.kind}' works on whole matrices, zero cuts their state; allowed are those "
-            f"that work element by element (adamw, lion); without zero every rank does the whole update"
+            f"optimizer.kind: '{optimizer.kind}' works on whole matrices, whose state zero shards; allowed: "
+            f"element-wise optimizers (adamw, lion), or drop zero"
         )
     if full.history_tensors:
-        yield (
-            f"history_tensors: {full.history_tensors}; what remembers the trajectory of weights works on one rank "
-            f"alone; drop predictor_state"
-        )
+        yield (f"history_tensors: {full.history_tensors}; predictor_state works on one rank only; drop it")
     for phase in Phase:
         other = plan.for_phase(phase)
         if weight_storage(other) != weight_storage(full) or other.optim_state != full.optim_state:
             yield (
-                f"active_phases: weights or optimizer state are stored otherwise in {phase} than in full; ranks "
-                f"store them alike in every phase: let each optimization act in every phase"
+                f"active_phases: weights or optimizer state are stored differently in {phase} than in full; with "
+                f"several ranks storage must be the same in every phase: drop active_phases"
             )
             return

@@ -19,12 +19,12 @@ class StepResult:
     grad_norm: float | None
     """Global L2 norm before clipping; None when clipping is off."""
     num_tokens: int
-    """Of the step, without padding."""
+    """Tokens of the step, without padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Limits of loss and gradient norm; a guarded step beyond them is refused before it is applied."""
+    """Limits of loss and gradient norm; a guarded step beyond them is rejected before its update."""
 
     loss: float
     grad_norm: float
@@ -35,9 +35,9 @@ class StepShare:
     """This rank's share of a step's micro-batches."""
 
     first: int
-    """Number of its first one, by which random numbers are keyed."""
+    """Number of its first micro-batch, which keys random numbers."""
     num_targets: tuple[int, ...]
-    """Of every micro-batch of the step, those of other ranks included."""
+    """Targets of each micro-batch of the step, other ranks' included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class StepSettings:
     """Counted from 1."""
     lr: float
     seed: int
-    """Keys stochastic rounding."""
+    """Key of stochastic rounding."""
     factor: Tensor | None
-    """Of the gradients, a scalar of the device; None: 1."""
+    """Factor of the gradients, a device scalar; None: 1."""
     hook: StepHook | None = None
     """Work on every slice right after its update."""

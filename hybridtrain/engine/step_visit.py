@@ -22,7 +22,7 @@ from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import Experts
 from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.virtual_gpu.account.observer import MemoryObserver, Stage
-from hybridtrain.virtual_gpu.account.repeated_work import Held
+from hybridtrain.virtual_gpu.account.repeated_work import PendingBackward
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class BlockGraph:
 
     hidden_in_BTD: Tensor
     output: GradientEdge | None
-    """Where the block's output left the graph. Holding the tensor itself would keep one boundary alive for nothing.
-    None: the pass was only recorded."""
-    held: Held | None
+    """Graph node of the block's output; holding the tensor itself would keep a boundary alive. None: the pass was only
+    recorded."""
+    held: PendingBackward | None
 
 
 def run_block(
@@ -60,7 +60,7 @@ def differentiate_block(
 
     def differentiate(again: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         output = get_gradient_edge(again[0]) if again else graph.output
-        assert output is not None, "a forward pass that was only recorded is run again first"
+        assert output is not None, "a recorded forward pass must be run again first"
         return torch.autograd.grad(output, (graph.hidden_in_BTD, *parameters), grad_BTD)
 
     grad_in_BTD, *grads = observer.repeat_backward(graph.held, (grad_BTD,), differentiate)
@@ -74,19 +74,19 @@ class DeviceBatch:
     token_ids_BT: Tensor
     target_ids_BT: Tensor
     num_targets: int
-    """Those that count; the loss is the mean over them."""
+    """Targets that count; the loss is their mean."""
     documents: Documents | None = None
     counted_BT: Tensor | None = None
     """bool: positions that are not padding, where needed; None: all."""
     num_tokens: int = 0
-    """Those of ``counted_BT``; without it all count."""
+    """Tokens of ``counted_BT``; 0: all count."""
 
 
 def differentiate_head(
     head: Head, unit: Unit, hidden_BTD: Tensor, batch: DeviceBatch,
     *, scale: float, chunk_tokens: int, wants_tied: bool,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:  # fmt: skip
-    """Run the head and differentiate ``scale`` times its loss.
+    """Run the head, then differentiate ``scale`` times its loss.
 
     Returns:
         The loss, a scalar float32 of the device, mean over the micro-batch; the gradients by the input, by the head's
@@ -150,7 +150,7 @@ def upload_batch(batch: TokenBatch, transfer: Transfer, *, marks_padding: bool =
 
 
 def mean_loss(losses: Sequence[float], counts: Sequence[int]) -> float:
-    """Return the mean over all targets of micro-batches, given that of each and its number of targets."""
+    """Return the mean over all targets, given each micro-batch's mean and number of targets."""
     if len(set(counts)) == 1:
         return sum(losses) / len(losses)
     return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)

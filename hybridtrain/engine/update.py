@@ -1,4 +1,4 @@
-"""An optimizer's update of one parameter: of a slice wherever it lives, of a whole matrix, of many in one call.
+"""An optimizer's update of one parameter: of a slice on any tier, of a whole matrix, or of many in one call.
 
 P elements of a flat slice.
 """
@@ -21,7 +21,7 @@ from hybridtrain.virtual_gpu.account.observer import MemoryObserver
 from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 RESIDENT_SLICE_ELEMENTS = 1 << 24
-"""Elements updated at a time where nothing is streamed and fp32 temporaries are needed: 64 MiB each."""
+"""Elements updated at a time where fp32 temporaries are needed and nothing is streamed: 64 MiB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +29,25 @@ class Entry:
     """One parameter of a unit in one pass."""
 
     index: int
-    """In its unit."""
+    """Index in its unit."""
     state: ParameterState
     role: Role
     grad: Stored | None = None
 
     @classmethod
     def of(cls, unit: Unit, index: int, state: ParameterState, grad: Stored | None = None) -> "Entry":
-        """Return that of a unit's parameter."""
+        """Return the entry of a unit's parameter."""
         return cls(index, state, Role(tuple(state.parameter.shape), in_block=block_number(unit.name) >= 0), grad)
 
     @property
     def is_streamed(self) -> bool:
-        """Whether any of its tensors lives below the device."""
+        """Whether some of its tensors are below the device."""
         return any(isinstance(tensor, TierTensor) for tensor in [self.grad, *self.state.stored()])
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """A slice of a parameter and of what goes with it, on the device; all of it where the processor works."""
+    """A slice of a parameter with its gradient and state, on the device; on the host the whole parameter."""
 
     unit: str
     entry: Entry
@@ -71,13 +71,13 @@ class Update:
         self._settings = settings
         self._hook = settings.hook
         self.factor = settings.factor
-        """Of gradients, a scalar where they are; None: 1."""
+        """Factor of the gradients, a scalar on their device; None: 1."""
 
     def is_exact(self, entry: Entry) -> bool:
         """Return whether everything is fp32 and on the device, so that a fused kernel can work on it directly.
 
-        An extra tensor that is rounded by chance waits for its turn, so that it draws the same numbers wherever it
-        lives.
+        An extra tensor with stochastic rounding is updated in order, so that it draws the same numbers in any
+        placement.
         """
         state, formats = entry.state, self._formats
         if not self._optimizer.offers_groups or self._optimizer.needs_whole(entry.role):
@@ -95,12 +95,12 @@ class Update:
         )
 
     def key(self, entry: Entry, count: int) -> Hashable:
-        """Return the hashable key of a slice's update; None where a hook has none."""
+        """Return the hashable state key of a slice's update; None if a hook has none."""
         return None if self._hook else (self._step(entry), count, entry.state.master_weight is None)
 
     def of_slice(self, operands: Operands) -> None:
-        """Update a slice, let the hook work, store the weight."""
-        assert operands.grad_P is not None, "an update has a gradient"
+        """Update a slice, run the hook, store the weight."""
+        assert operands.grad_P is not None, "an update without a gradient"
         weight, state, step = operands.weight, operands.state, self._step(operands.entry)
         grad_P = self._scaled(operands.grad_P)
         self._optimizer.update(weight, grad_P, state, step)
@@ -130,7 +130,7 @@ class Update:
             self._observer.cast(torch.float32, weights[entry.index][0].dtype, value.numel())
 
     def of_whole(self, entry: Entry, weights: Sequence[StoredWeight], _: Sequence[Tensor]) -> None:
-        """Update a parameter in one piece: what waits elsewhere comes whole; extra state goes by in slices."""
+        """Update a parameter in one piece; tensors below the device are fetched whole, extra state in slices."""
         state, step, hook = entry.state, self._step(entry), self._hook
         grad = self._scaled(self._brought(entry.grad))
         master = None if state.master_weight is None else self._brought(state.master_weight)
@@ -207,7 +207,7 @@ def write(weight: WeightSlice, observer: MemoryObserver, *, nearest: bool = Fals
 
 
 def take_slices(slots: Sequence[StateSlot], tensors: list[Tensor], count: int) -> list[StateSlice]:
-    """Return slices of slots, whose tensors come first in ``tensors`` and are taken from it; small ones are whole."""
+    """Take the slots' tensors from the front of ``tensors``; return their slices (small ones are whole)."""
     return [
         slot.slice_of([tensors.pop(0) for _ in slot.specs], count) if slot.is_elementwise else whole_slice(slot)
         for slot in slots
@@ -221,5 +221,5 @@ def whole_slice(slot: StateSlot) -> StateSlice:
 
 
 def _tensor(stored: Stored | None) -> Tensor:
-    assert isinstance(stored, Tensor), "only what is on the device is updated whole"
+    assert isinstance(stored, Tensor), "a whole update needs its tensors on the device"
     return stored

@@ -1,7 +1,6 @@
-"""Moves weights from the storage of one plan to that of another, at the border of two phases. P elements.
+"""Moves weights to another plan's storage, between two phases. P elements.
 
-Unit by unit: the old memory is freed before the next unit's is made. So there is never a second model, only the
-slots of both plans and one unit twice.
+The old memory of a unit is freed before the next unit's is allocated, so that only one unit exists twice.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 @dataclass(slots=True)
 class WeightMove:
-    """One passage from ``old`` to ``new``, which is empty; master weights and formats become those of the new plan."""
+    """Moves weights from the store ``old`` to the empty store ``new``, in the new plan's formats."""
 
     old: WeightStore
     new: WeightStore
@@ -32,7 +31,7 @@ class WeightMove:
     formats: WeightFormats
     master: Placement
     nearest: bool = False
-    """Values that the new storage does not hold exactly are else rounded stochastically."""
+    """Round to nearest where the new storage is inexact; otherwise stochastically."""
 
     @torch.no_grad()
     def run(self, units: Sequence[Unit], *, seed: int) -> None:

@@ -5,24 +5,24 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.hybrid.config import HybridConfig
 from hybridtrain.hybrid.divergence import DivergenceLevel
 from hybridtrain.hybrid.stateful import Stateful
 from hybridtrain.phase import Phase
 
 _LARGEST_STRETCH = 4
-"""K grows to at most so many times the configured one."""
+"""Largest K, in multiples of the configured one."""
 _SMALLEST_SCALE = 1 / 16
 _GROWTH = 1.25
-"""Of the strength, per block that ended as forecast; a bad block halves it."""
+"""Growth of the strength per round that ended as forecast; a bad round halves it."""
 _CALM_STEPS = 200
-"""Steps with halved strength after a jump was undone."""
+"""Steps with halved strength after a rollback."""
 _CONFIDENCE_MEMORY = 0.8
 _PROBE_MEMORY = 50
 _FEWEST_PROBES = 8
 _LARGEST_RISE = 0.05
-"""Of the probe loss, as a share of it, that is harm whatever the past differences were."""
+"""Relative rise of the probe loss that always counts as harm."""
 
 
 @dataclass(slots=True)
@@ -30,31 +30,31 @@ class ControllerState:
     """Everything the next decision depends on."""
 
     phase: Phase = Phase.WARMUP
-    """The next one."""
+    """Next phase."""
     block_steps: int = 0
-    """True steps of the block at work."""
+    """True steps in the current round."""
     full_steps: int = 1
-    """K in force."""
+    """Present K."""
     scale: float = 1.0
-    """Of the strength of jumps."""
+    """Factor of the strength of jumps."""
     lr_factor: float = 1.0
-    """Of the scheduled learning rate."""
+    """Factor of the scheduled learning rate."""
     confidence: float = 1.0
-    """Share of recent blocks, the latest counting most, that ended below their forecast's upper bound."""
+    """Exponential average: share of recent rounds that ended below their forecast's upper bound."""
     bad_blocks: int = 0
-    """In a row, that ended above their forecast."""
+    """Consecutive rounds that ended above their forecast."""
     calm_until: int = 0
     """Step until which the strength stays low."""
     correct_left: int = 0
-    predict_left: float = young(0.0)
-    """Predicted steps of the last jump that follow after CORRECT."""
+    predict_left: float = added_field(0.0)
+    """Predicted steps of the last jump that remain after CORRECT."""
     num_jumps: int = 0
     rises: deque[float] = field(default_factory=lambda: deque(maxlen=_PROBE_MEMORY))
-    """Of the probe loss over the latest jumps."""
+    """Relative rises of the probe loss over the latest jumps."""
 
 
 class PhaseController(Stateful):
-    """Decides from counts, forecasts and divergence levels; the first block begins after ``warmup_steps``."""
+    """Decides the next phase from step counts, forecasts and divergence levels."""
 
     _state = ("state",)
 
@@ -66,11 +66,11 @@ class PhaseController(Stateful):
 
     @property
     def phase(self) -> Phase:
-        """The phase that comes next."""
+        """The next phase."""
         return self.state.phase
 
     def jumps_after(self, step: int, level: DivergenceLevel) -> bool:
-        """Return whether a jump follows ``step``, which is about to be run."""
+        """Return whether a jump follows ``step``, the next step."""
         state = self.state
         is_due = state.correct_left <= 1 if state.predict_left else state.block_steps + 1 >= state.full_steps
         return step > self._warmup_steps and is_due and self._may_jump(level)
@@ -98,16 +98,16 @@ class PhaseController(Stateful):
             self.state.scale = 1.0  # nothing else would raise it again
 
     def count_jump(self, predict_left: float = 0.0) -> None:
-        """Count a jump, or a part of it: a new block begins, with CORRECT; then ``predict_left`` steps follow."""
+        """Count a jump or a part of it: a new round begins with CORRECT, after which ``predict_left`` steps follow."""
         self.state.block_steps = 0
         self.state.correct_left = self.config.correct_steps
         self.state.predict_left = predict_left
         self.state.num_jumps += 1
 
-    def judge_block(self, loss: float, high: float) -> None:
-        """Judge the mean loss of a block of true steps by its forecast's upper bound.
+    def judge_round(self, loss: float, high: float) -> None:
+        """Compare the mean loss of a round of true steps with its forecast's upper bound.
 
-        One block in twenty ends above a good bound by chance: only the second one in a row has consequences.
+        One round in twenty ends above a good bound by chance: only the second consecutive one has consequences.
         """
         as_forecast, state = loss <= high, self.state
         state.bad_blocks = 0 if as_forecast else state.bad_blocks + 1
@@ -123,7 +123,7 @@ class PhaseController(Stateful):
             state.full_steps = min(_LARGEST_STRETCH * shortest, max(shortest, stretched))
 
     def judge_probe(self, before: float, after: float) -> bool:
-        """Return whether a jump did harm on the probe batch: far beyond what earlier jumps did, or not a number."""
+        """Return whether a jump raised the probe loss: far beyond earlier jumps, or to NaN."""
         if not math.isfinite(before):  # a dry run, or harm that was there already
             return False
         if not math.isfinite(after):
@@ -142,7 +142,7 @@ class PhaseController(Stateful):
         self.state.predict_left = 0.0
 
     def scale_at(self, step: int) -> float:
-        """Return the strength in force."""
+        """Return the present strength factor."""
         return min(self.state.scale, 0.5) if step < self.state.calm_until else self.state.scale
 
     def _may_jump(self, level: DivergenceLevel) -> bool:

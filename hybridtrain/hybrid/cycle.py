@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.step import StepLimits, StepResult
 from hybridtrain.errors import ConfigError, DivergenceError
-from hybridtrain.hybrid.config import HybridConfig, check_hybrid, refuses_in_time
+from hybridtrain.hybrid.config import HybridConfig, check_hybrid, refuses_before_update
 from hybridtrain.hybrid.controller import PhaseController
 from hybridtrain.hybrid.forecast.base import TrainingSignal
 from hybridtrain.hybrid.predictors import make_predictor
@@ -25,10 +25,10 @@ from hybridtrain.trainer import Trainer
 
 Batches = Sequence[TokenBatch]
 LoadBatches = Callable[[int], Batches]
-"""Returns the micro-batches of a step, counted from 0; always the same ones for the same step."""
+"""Returns the micro-batches of a step, counted from 0; equal for equal steps."""
 
 _FORWARD, _TRUE_STEP = 1.0, 3.0
-"""Cost in forward passes; a backward pass is two (measured 1.9 to 2.0)."""
+"""Cost in forward passes; a backward pass counts as two (measured 1.9 to 2.0)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,29 +39,29 @@ class HybridResult:
     """True steps done."""
     phase: Phase
     loss: float | None
-    """Nats per token of the step's batch; of PREDICT the forecast one, None where nothing forecasts."""
+    """Nats per token of the step's batch; in PREDICT the forecast, None without a forecaster."""
     lr: float
     grad_norm: float | None
     num_tokens: int
-    """Trained on; 0 in PREDICT."""
+    """Tokens trained on; 0 in PREDICT."""
     predicted_steps: float = 0.0
-    """P jumped in this call, within the update or on its own."""
+    """Predicted steps P of this call's jump, fused or separate."""
     move_rms: float = 0.0
-    """Root mean square of that jump, in learning rates."""
+    """RMS of the jump's weight change, in learning rates."""
     prediction_error: float | None = None
-    """Mean loss of the block that ended with this step minus its forecast; None in between."""
+    """Mean loss of the round that ended with this step minus its forecast; None within a round."""
     confidence: float = 1.0
     scale: float = 1.0
-    """Strength of jumps in force, 1 unless the controller is careful."""
+    """Present strength factor of jumps; 1 unless the controller has lowered it."""
     is_rolled_back: bool = False
-    """The jump before this step was undone."""
+    """Whether the jump before this step was rolled back."""
     cost: float = 3.0
-    """Forward passes' worth of work: a forward pass of the step's batch is 1, a backward pass 2."""
+    """Work in forward passes: a forward pass of the step's batch is 1, a backward pass 2."""
     seconds: float = 0.0
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the call made a jump."""
+        """Whether the call jumped."""
         return self.predicted_steps > 0
 
 
@@ -71,11 +71,11 @@ class HybridStatistics(Stateful):
 
     steps_by_phase: dict[str, int] = field(default_factory=lambda: {phase.value: 0 for phase in Phase})
     predicted_steps: float = 0.0
-    """Backward passes that as many true steps would have taken."""
+    """Backward passes of as many true steps."""
     jumps: int = 0
     rollbacks: int = 0
     divergences: int = 0
-    """Steps refused right after a jump."""
+    """Steps rejected right after a jump."""
     cost: float = 0.0
 
     def count(self, result: HybridResult) -> None:
@@ -88,20 +88,20 @@ class HybridStatistics(Stateful):
 
 
 class HybridTrainer(Stateful):
-    """Runs a trainer through the cycle.
+    """Runs a trainer through the cycle of phases.
 
     Args:
-        trainer: Does the steps; its stack keeps what the predictor remembers.
+        trainer: The trainer; its stack stores the predictor's state.
         config: Phases, predictor, guard; None: plain training, bit-equal to the trainer's own.
-        load_probe: Batches of the probe split, which is no part of the training data, by number of use from 0; needed
-            by monitors, by linear and by probe gradients.
+        load_probe: Returns the n-th batch of the probe split, which is separate from training data; needed by monitors,
+        linear and probe gradients.
 
     Raises:
-        ConfigError: the stack does not keep what the predictor needs, or there is no probe split.
+        ConfigError: the stack does not store the predictor's state, or the probe split is missing.
     """
 
     _pending: Jump | None
-    """The last jump, if it can still be undone."""
+    """The last jump, if it can still be rolled back."""
 
     def __init__(self, trainer: Trainer, config: HybridConfig | None, load_probe: LoadBatches | None = None) -> None:
         self.trainer = trainer
@@ -109,10 +109,10 @@ class HybridTrainer(Stateful):
         self.statistics = HybridStatistics()
         self._load_probe = load_probe
         self.num_probes = 0
-        """Batches of the probe split that were used."""
+        """Probe batches used so far."""
         self._last_lr = 0.0
         self._steps_after = 0.0
-        """Predicted steps of the jump at work that follow after CORRECT."""
+        """Predicted steps of the current jump that remain after CORRECT."""
         self._pending = None
         self._rollback: RollbackCopy | None = None
         self.controller: PhaseController | None = None
@@ -134,12 +134,12 @@ class HybridTrainer(Stateful):
         return Phase.FULL if self.controller is None else self.controller.phase
 
     def advance(self, load_batches: LoadBatches, limits: StepLimits | None = None) -> HybridResult:
-        """Run the next phase step; ``limits`` are those of plain training, a cycle has its own.
+        """Run the next phase step; ``limits`` apply to plain training only, a cycle has its own.
 
         Raises:
             SpikeError: a limit is exceeded; nothing was applied.
-            DivergenceError: loss or gradient norm is not finite, and it was not a jump's fault; weights and optimizer
-                state are those before the step.
+            DivergenceError: loss or gradient norm is not finite, and not because of a jump; weights and optimizer state
+            are those before the step.
         """
         begin = time.perf_counter()
         if self.controller is None:
@@ -169,7 +169,7 @@ class HybridTrainer(Stateful):
         error = self.watch.observe(signal, controller)
         controller.count_step(number)
         if controller.state.block_steps == 1:
-            self.predictor.begin_block()
+            self.predictor.begin_round()
         result = _result(done, phase)
         if jumps and slow is not None:
             jump = self.predictor.fused_jump(slow, done.lr)
@@ -216,7 +216,7 @@ class HybridTrainer(Stateful):
         self, controller: PhaseController, batches: Batches, slow: SlowStep | None
     ) -> tuple[StepResult, bool]:
         """Run a true step; if it diverges right after a jump, take the jump back and run it again."""
-        guards = self._pending is not None and self._config.guard and refuses_in_time(self.trainer)
+        guards = self._pending is not None and self._config.guard and refuses_before_update(self.trainer)
         limits = self.watch.monitor.limits() if guards else None
         bounds = None
         if limits is not None:
@@ -292,8 +292,8 @@ class HybridTrainer(Stateful):
         return Jump(self.trainer.steps_done, made, self._last_lr, rms, len(jumps) if probe else 0), loss
 
     def undo(self) -> None:
-        """Undo the last jump, by recomputing it or from the copy; only before another true step."""
-        assert self._pending is not None, "there is a jump to take back"
+        """Roll back the last jump, by recomputing it or from the copy; only before the next true step."""
+        assert self._pending is not None, "no jump to roll back"
         if self._rollback is not None:
             self._rollback.fetch_back()
         else:
@@ -301,11 +301,11 @@ class HybridTrainer(Stateful):
         self._pending = None
 
     def _jumped(self, controller: PhaseController, jump: Jump) -> None:
-        """Start a new block after a jump, with a forecast of how it will end."""
+        """Start a new round after a jump, with a forecast of its mean loss."""
         controller.count_jump(self._steps_after)
         self._pending = jump if jump.predicted_steps else None
         number = self.trainer.steps_done
-        self.watch.open_block(number, predicted_steps=jump.predicted_steps, scale=controller.scale_at(number))
+        self.watch.open_round(number, predicted_steps=jump.predicted_steps, scale=controller.scale_at(number))
 
     def _next_probe(self) -> Batches:
         assert self._load_probe is not None, "checked at construction"
@@ -314,13 +314,13 @@ class HybridTrainer(Stateful):
 
     @property
     def _config(self) -> HybridConfig:
-        assert self.config is not None, "only plain training has none"
+        assert self.config is not None, "a hybrid run without a controller"
         return self.config
 
     def load_state_dict(self, state: State) -> None:
         """Restore the state of a saved run; raises ``ConfigError`` if it is damaged, or of another version.
 
-        A copy for rollback is not saved: its jump can no longer be undone.
+        A rollback copy is not saved: its jump can no longer be rolled back.
         """
         try:
             super().load_state_dict(state)

@@ -1,8 +1,8 @@
-"""Divergence of the latest steps from the run's recent past: robust z-scores of loss and gradient norm.
+"""Divergence of the latest steps: robust z-scores of loss and gradient norm.
 
 z = (value - median) / sigma, sigma = max(1.4826 MAD, a floor relative to the median), over the last 100 healthy steps.
-Only rises alarm. A level rises at once and falls by one after 20 calmer steps in a row. Thresholds: a normal law would
-pass 6 sigma once in 10^9 steps; measured losses and log norms have heavier tails, hence the distance.
+Only rises count. A level rises at once and falls by one after 20 calm steps in a row. Thresholds are wide, because
+measured losses and log norms have heavy tails.
 """
 
 import math
@@ -17,16 +17,16 @@ FEWEST_STEPS = 20
 _RECENT = 16
 _CALM_STEPS = 20
 _LONGEST_CRITICAL = 50
-"""Critical steps in a row after which their level becomes the new past: they were not rolled back."""
+"""Consecutive critical steps after which the monitor accepts their level as normal: they were not rolled back."""
 _CAUTION_Z, _WARNING_Z, _CRITICAL_Z = 4.5, 6.5, 12.0
 _WARNING_NORM_Z = 9.0
-"""Log norms have heavy tails: single harmless batches were measured at 6.8."""
+"""Thresholds of z-scores. Log norms have heavy tails: 6.8 was measured on harmless batches."""
 _CAUTION_MEAN_Z, _WARNING_MEAN_Z = 2.0, 3.5
-"""Of the mean of the last 16 losses: a slow rise, which no single step betrays."""
+"""Thresholds for the mean of the last 16 losses, which shows a slow rise."""
 _LOSS_FLOOR = 0.005
-"""Smallest sigma, as a fraction of the median loss."""
+"""Smallest standard deviation, as a fraction of the median loss."""
 _LOG_NORM_FLOOR = 0.15
-"""Smallest sigma of the natural logarithm of the gradient norm."""
+"""Smallest standard deviation of the gradient norm's natural logarithm."""
 _CRITICAL_NORM_RATIO = 10.0
 _SIGMA_OF_MAD = 1.4826
 
@@ -52,7 +52,7 @@ def _grade(z: float, caution: float, warning: float) -> DivergenceLevel:
 
 
 class DivergenceMonitor(Stateful):
-    """Grades every step; state is a few hundred numbers."""
+    """Grades the divergence of each step, with a few hundred numbers of state."""
 
     _state = ("level", "_losses", "_log_norms", "_calm_steps", "_critical_steps")
 
@@ -64,10 +64,10 @@ class DivergenceMonitor(Stateful):
         self._critical_steps = 0
 
     def observe(self, loss: float, grad_norm: float | None) -> DivergenceLevel:
-        """Grade one step against the steps before it, then count it among them unless it is critical.
+        """Grade a step against earlier steps; add it to them unless it is critical.
 
-        The loss is in nats per token, the norm the global L2 norm before clipping, None when it is not known. The
-        level rises at once and falls by one after enough calmer steps.
+        The loss is in nats per token, the norm the global L2 norm before clipping, None if unknown. The level rises at
+        once and falls by one after enough calm steps.
         """
         grade = self._grade_step(loss, grad_norm)
         if grade is not DivergenceLevel.CRITICAL:
@@ -90,7 +90,7 @@ class DivergenceMonitor(Stateful):
         return self.level
 
     def limits(self) -> tuple[float, float] | None:
-        """Return the loss and the gradient norm beyond which the next step is critical; None in the first 20 steps."""
+        """Return the loss and the gradient norm above which the next step is critical; None in the first 20 steps."""
         if len(self._losses) < FEWEST_STEPS:
             return None
         centre, sigma = _centre_and_sigma(self._losses, _LOSS_FLOOR * abs(median(self._losses)))

@@ -17,12 +17,12 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class RollbackCopy:
-    """A host copy of every stored weight and its master weight; raises ``HostMemoryError``."""
+    """Host copy of all stored weights and their master weights; raises ``HostMemoryError``."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._layouts: dict[str, tuple[ByteLayout, list[int], TierBuffer]] = {}
-        """Of each unit, with the number of each parameter's first field."""
+        """Layout of each unit, with the first field of each parameter."""
         for unit in trainer.parameters.units:
             tensors: list[Stored] = []
             firsts: list[int] = []
@@ -40,7 +40,7 @@ class RollbackCopy:
         self._copy(piece, back=False)
 
     def fetch_back(self) -> None:
-        """Restore the weights before the jump; the phase stays."""
+        """Restore the weights before the jump, without changing the phase."""
         settings = PassSettings(uses_extra=False, reads_stored=True, loads_values=False)
         with self._trainer.stored_as(Phase.PREDICT):
             self._trainer.parameters.visit(partial(self._copy, back=True), settings)
@@ -77,7 +77,7 @@ class RollbackCopy:
     def _kept(self, piece: ParameterSlice) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each tensor of a parameter with its copy in host memory."""
         buffer, fields = self._fields(piece)
-        assert isinstance(buffer.content, HostBytes), "the processor works on host memory"
+        assert isinstance(buffer.content, HostBytes), "host tensors without memory"
         for tensor, field in fields:
             yield tensor, field.view(buffer.content.tensor).view(-1)
 

@@ -1,6 +1,6 @@
-"""Saving and resuming: an object names the attributes that make up its state; how each is read follows from its type.
+"""Saving and resuming: an object declares the attributes of its state; each is restored by its type.
 
-That type is the annotation in the class body, else the type of what a fresh object holds. A state is numbers, strings,
+The type is the annotation in the class body, else that of a new object's value. A state is numbers, strings,
 None, tensors, and lists and dicts of them: what ``torch.load(weights_only=True)`` reads.
 """
 
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 class Stateful:
-    """Saves the attributes named in ``_state`` of its class and of all its bases; a dataclass without: its fields."""
+    """Saves and restores the attributes in ``_state`` of its classes; without ``_state`` a dataclass's fields."""
 
     _state: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> State:
-        """Return copies of all state that the next call depends on."""
+        """Return copies of all state that affects the next call."""
         return {name.lstrip("_"): _saved(getattr(self, name)) for name in self._state_names()}
 
     def load_state_dict(self, state: State) -> None:
@@ -71,7 +71,7 @@ def _saved(value: object) -> object:  # noqa: PLR0911  one a type
 def _entry(state: object, name: str, hint: object, own: object) -> object:
     """Return the attribute ``name`` from a state; a fault's message begins with its path."""
     if name not in _checked(state, dict):
-        raise ValueError(f"{name}: is missing in the checkpoint; use an older one, or start a new run")
+        raise ValueError(f"{name}: missing in the checkpoint; use an older one, or start a new run")
     try:
         return _restored(hint, own, _checked(state, dict)[name])
     except ValueError as error:
@@ -136,7 +136,7 @@ def _tensor(own: Tensor, value: Tensor) -> Tensor:
     if (value.dtype, value.shape[first:]) != (own.dtype, own.shape[first:]):
         raise ValueError(
             f": found {value.dtype} {tuple(value.shape)}; {own.dtype} {tuple(own.shape)} is required: resume with the "
-            "configuration that was saved"
+            f"saved configuration"
         )
     return value.clone()
 

@@ -1,6 +1,6 @@
-"""Watches the run: each block's loss against its forecast, each step's divergence from the run's past.
+"""Watches a run: the loss of each round (the K true steps between jumps) against its forecast, and divergence.
 
-Forecasters that encode the whole state of a training get statistics of the optimizer's moments too.
+Some forecasters also get statistics of the optimizer's moments.
 """
 
 import math
@@ -28,13 +28,13 @@ from hybridtrain.units import MIB
 _MAX_RESIDUALS = 4096
 _NUM_FEATURES = 5
 _FEWEST_RESIDUALS = 8
-"""Below this the correction would be noise."""
+"""Fewest residuals for a correction; fewer are noise."""
 _LEVEL_RATE = 0.1
 _SMALLEST = 1e-12
 
 
 class LossWatch(Stateful):
-    """Holds the divergence monitor, the forecaster of a configuration and the forecast of the block at work.
+    """Combines the divergence monitor, the forecaster and the forecast of the current round.
 
     ``lr_at`` returns the learning rate of a step, counted from 1. Raises as ``make_forecaster`` does.
     """
@@ -44,7 +44,7 @@ class LossWatch(Stateful):
         "_log_norm",
     )  # fmt: skip
     forecast: LossForecast | None
-    """Of the block at work."""
+    """Forecast of the current round."""
 
     def __init__(
         self, config: HybridConfig, seed: int, lr_at: Callable[[int], float], total_steps: int | None = None
@@ -61,17 +61,17 @@ class LossWatch(Stateful):
         )
         self.forecast = None
         self._features: list[float] = []
-        """Of the state in which the forecast was made."""
+        """Features of the state in which the forecast was made."""
         self._correction = 0.0
-        """That the forecast got."""
+        """Correction added to the forecast."""
         self._log_level = self._log_norm = 0.0
-        """Of loss and gradient norm, lately."""
+        """Running levels of loss and gradient norm."""
         self._window = config.full_steps
         self._lr_at = lr_at
         self._block_losses: list[float] = []
 
-    def open_block(self, steps_done: int, *, predicted_steps: float = 0.0, scale: float = 1.0) -> None:
-        """Forecast the mean loss of the block that begins after the given true steps, and a jump of ``scale``."""
+    def open_round(self, steps_done: int, *, predicted_steps: float = 0.0, scale: float = 1.0) -> None:
+        """Forecast the mean loss of the round after the given true steps and a jump of ``scale``."""
         self._block_losses.clear()
         lrs = [self._lr_at(steps_done + 1 + step) for step in range(self._window)]
         with _disable_current_modes():  # what forecasts is no part of the card's memory
@@ -86,12 +86,12 @@ class LossWatch(Stateful):
             self.forecast = replace(made, mean=made.mean + shift, low=made.low + shift, high=made.high + shift)
 
     def observe(self, signal: TrainingSignal, controller: PhaseController) -> float | None:
-        """Take in a true step; return the error of a forecast whose block it ends, which the controller judges."""
+        """Add a true step; at the end of a round return its forecast error, which the controller judges."""
         if not math.isfinite(signal.loss):  # a dry run: the trainer refuses such a step
             return None
         self.monitor.observe(signal.loss, signal.grad_norm)
         if len(self._block_losses) >= self._window:  # no jump opened a new one
-            self.open_block(signal.step - 1)
+            self.open_round(signal.step - 1)
         with _disable_current_modes():
             self.forecaster.observe(signal)
         self._block_losses.append(signal.loss)
@@ -102,27 +102,26 @@ class LossWatch(Stateful):
         if self.forecast is None or len(self._block_losses) < self._window:
             return None
         loss = fmean(self._block_losses)
-        controller.judge_block(loss, self.forecast.high)
+        controller.judge_round(loss, self.forecast.high)
         error = loss - self.forecast.mean
         if self._residuals is not None:
             self._residuals.add(self._features, error + self._correction)  # what the forecaster itself missed
         return error
 
     def moments(self, trainer: Trainer, done: StepResult) -> Sequence[float] | None:
-        """Return the statistics of the optimizer's moments for a forecaster that encodes them; None for others."""
+        """Return moment statistics for a forecaster that encodes them; None for others."""
         return read_moments(trainer, done) if isinstance(self.forecaster, EnsembleForecaster) else None
 
     def load_state_dict(self, state: State) -> None:
-        """Restore a state; forecasters are not counted in the card's memory."""
+        """Restore a state; forecasters do not count as card memory."""
         with _disable_current_modes():
             super().load_state_dict(state)
 
 
 def read_moments(trainer: Trainer, done: StepResult) -> Sequence[float] | None:
-    """Return the statistics of all moments that are floating-point tensors on the device; None where there are none.
+    """Return statistics of all floating-point moments on the device; None if there are none.
 
-    They are those of ``moments_of_sums``. Every moment is read once. Moments in 8 bits, factored ones and those below
-    the device are left out.
+    They are the six of ``moments_of_sums``. 8-bit, factored and offloaded moments are ignored.
     """
     if not math.isfinite(done.loss):  # a dry run
         return None

@@ -1,1 +1,1 @@
-"""Stores and codecs: every tensor of a step has one owner here."""
+"""Stores and codecs, which own all tensors of a step."""

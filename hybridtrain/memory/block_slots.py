@@ -1,7 +1,7 @@
-"""Device places of packed blocks' stored weights: homes of resident blocks, slots that streamed ones share.
+"""Device memory of packed blocks' stored weights: own memory for resident blocks, shared slots for streamed ones.
 
-Every block has fixed places: its slot is its number among the streamed blocks modulo the number of slots, so no memory
-is allocated in steady state. A graph that outlives a visit finds its weights again where they were.
+A streamed block always uses the same slot (its number modulo the number of slots), so nothing is allocated in steady
+state, and autograd graphs that outlive a visit find their weights again.
 """
 
 from collections.abc import Sequence
@@ -23,32 +23,32 @@ from hybridtrain.plan.memory_plan import PhasePlan
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
-class Holds(Enum):
-    """Content of a slot whose block is sharded over ranks."""
+class SlotContent(Enum):
+    """Which part of a sharded block a slot contains."""
 
     ROW = 0
-    """Nothing but the row of this rank."""
+    """Only this rank's row."""
     OWN = 1
-    """The own ranges, in their place."""
+    """This rank's ranges, in place."""
     WHOLE = 2
 
 
 @dataclass(slots=True)
 class WeightSlot:
-    """Device memory that blocks share, one at a time."""
+    """Device memory that streamed blocks use in turn."""
 
     flat: Tensor
     """uint8."""
     block: int | None = None
-    """The block whose content is inside or in transfer."""
+    """The block that it contains, or whose copy is in progress."""
     arriving: Ticket | None = None
     leaving: Ticket | None = None
     row: Tensor | None = None
-    """This rank's part on its way, uint8, where weights are cut."""
-    holds: Holds = Holds.WHOLE
-    """The part of the block that is in place, where weights are sharded."""
+    """This rank's row in transfer, uint8, for sharded weights."""
+    holds: SlotContent = SlotContent.WHOLE
+    """The part of a sharded block that it contains."""
     gather: Gather | None = None
-    """Of all ranks' rows of the block, begun before it is used."""
+    """All-gather of all ranks' rows of the block, started before its use."""
 
     @classmethod
     def new(cls, copies: CopyEngine, num_bytes: int, name: str, block: int | None = None) -> "WeightSlot":
@@ -62,15 +62,15 @@ class Visit:
 
     block: int
     reads: bool = True
-    """Whether what is stored must be fetched; an update that writes everything anew needs only the place."""
+    """Whether stored weights must be fetched; an update that overwrites them needs only the memory."""
     is_whole: bool = False
-    """Whether all of a block is used that is cut among ranks, so that it can be gathered ahead."""
+    """Whether a sharded block is used whole, so that it can be gathered ahead."""
 
 
 class BlockSlots:
-    """Brings stored weights of blocks to the device, prefetched where visits are planned, and back.
+    """Moves blocks' stored weights to the device, prefetched for planned visits, and back.
 
-    ``streamed`` blocks wait below the device and share ``num_slots``; ``layout`` is that of a block's stored tensors.
+    ``streamed`` blocks are offloaded and share ``num_slots`` slots; ``layout`` describes a block's stored tensors.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class BlockSlots:
                 slot.row = WeightSlot.new(self._copies, self._buffer_layout.num_bytes, f"row.{number}").flat
 
     def waits_below(self, block: int) -> bool:
-        """Return whether a block is stored below the device."""
+        """Return whether a block is offloaded."""
         return block in self._buffers
 
     def make_room(self, block: int) -> WeightSlot:
-        """Allocate the memory of a block's stored weights; return its place on the device."""
+        """Allocate a block's stored weights; return their device memory."""
         name = f"block.{block}"
         if block in self._ranks:
             size = self._buffer_layout.num_bytes
@@ -111,7 +111,7 @@ class BlockSlots:
         return self._homes[block]
 
     def give_up(self, block: int) -> None:
-        """Release a block's memory for good."""
+        """Free a block's memory."""
         self._homes.pop(block, None)
         if block in self._buffers:
             self._copies.release(self._buffers.pop(block))
@@ -143,8 +143,8 @@ class BlockSlots:
         self._visits = [visit for visit, last in zip(visits, before, strict=False) if visit.block != last]
         self._position = -1
 
-    def load(self, visit: Visit, wanted: Holds = Holds.WHOLE) -> WeightSlot:
-        """Return the place of a block once its stored weights are there; of a sharded block, the wanted part."""
+    def load(self, visit: Visit, wanted: SlotContent = SlotContent.WHOLE) -> WeightSlot:
+        """Return the slot of a block once it contains its stored weights; of a sharded block, the wanted part."""
         block, following = visit.block, self._position + 1
         if self._position < 0 or self._visits[self._position].block != block:
             is_planned = following < len(self._visits) and self._visits[following].block == block
@@ -163,7 +163,7 @@ class BlockSlots:
 
     def load_to_change(self, visit: Visit) -> list[StoredWeight]:
         """Return the stored tensors of a block by parameter, to be changed in place before ``write_back``."""
-        slot = self.load(visit, Holds.OWN)
+        slot = self.load(visit, SlotContent.OWN)
         if slot.leaving is not None:  # it is about to change
             self._copies.wait(slot.leaving)
             slot.leaving = None
@@ -175,23 +175,23 @@ class BlockSlots:
         if block not in self._buffers:
             return
         slot = self._slot(block)
-        assert slot.block == block, "a changed block is still in its slot"
+        assert slot.block == block, "the changed block is no longer in its slot"
         if slot.row is not None:
             self._shards.pack(slot.row, self.layout.views(slot.flat))
-            slot.holds = Holds.OWN
+            slot.holds = SlotContent.OWN
         slot.leaving = self._copies.store(slot.flat if slot.row is None else slot.row, self._buffers[block])
 
     def host_parts(self, block: int) -> list[StoredWeight] | None:
-        """Return the stored tensors of a block in host memory, by parameter; None in a dry run."""
+        """Return a block's stored tensors in host memory, by parameter; None in a dry run."""
         return host_parts(self.layout, self._buffers[block])
 
     def changed_on_host(self, block: int, changed: Ticket) -> None:
-        """Note that the host changes the stored weights of a block until ``changed``."""
+        """Record that the host changes a block's stored weights until the ticket ``changed``."""
         self._buffers[block].last_store = changed
         self.forget(block)
 
     def prefetch(self) -> None:
-        """Start to fetch the blocks that come next, and to gather them if they are cut."""
+        """Start fetching the next blocks, and gathering sharded ones."""
         if self._position < 0:
             return
         current = self._visits[self._position].block
@@ -204,7 +204,7 @@ class BlockSlots:
                 self._fetch(visit)
             claimed.append(slot)
             may_gather = number < self._gathered_ahead and visit.is_whole and slot.block == visit.block
-            if may_gather and slot.row is not None and slot.gather is None and slot.holds is not Holds.WHOLE:
+            if may_gather and slot.row is not None and slot.gather is None and slot.holds is not SlotContent.WHOLE:
                 slot.gather = self._shards.gather_ahead(slot.row, [*filter(None, [slot.arriving])])
 
     def _slot(self, block: int) -> WeightSlot:
@@ -215,19 +215,19 @@ class BlockSlots:
         if slot.gather is not None:  # of a visit that did not come
             self._copies.end(slot.gather)
             slot.gather = None
-        slot.block, slot.holds = visit.block, Holds.ROW if visit.reads else Holds.OWN
+        slot.block, slot.holds = visit.block, SlotContent.ROW if visit.reads else SlotContent.OWN
         if visit.reads:
             target = slot.flat if slot.row is None else slot.row
             after = [self._copies.mark(), *filter(None, [slot.leaving])]
             slot.arriving = self._copies.fetch(target, self._buffers[visit.block], after=after)
             slot.leaving = None
 
-    def _fill(self, slot: WeightSlot, row: Tensor, wanted: Holds) -> None:
+    def _fill(self, slot: WeightSlot, row: Tensor, wanted: SlotContent) -> None:
         stored = self.layout.views(slot.flat)
         if slot.gather is not None:
-            gather, slot.gather, wanted = slot.gather, None, Holds.WHOLE
+            gather, slot.gather, wanted = slot.gather, None, SlotContent.WHOLE
             self._shards.end_gather(gather, stored)
-        elif wanted is Holds.OWN:
+        elif wanted is SlotContent.OWN:
             self._shards.unpack(row, stored)
         else:
             self._shards.gather_row(row, stored)
@@ -238,6 +238,6 @@ def host_parts(layout: StoredLayout, buffer: TierBuffer) -> list[StoredWeight] |
     """Return the stored tensors in a buffer of host memory, by parameter; None in a dry run."""
     if buffer.content is None:
         return None
-    assert isinstance(buffer.content, HostBytes), "the processor works on host memory"
+    assert isinstance(buffer.content, HostBytes), "host tensors without memory"
     with _disable_current_modes():  # host memory is not the ledger's
         return layout.views(buffer.content.tensor)

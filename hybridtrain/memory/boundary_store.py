@@ -1,4 +1,4 @@
-"""Block inputs kept between forward and backward, on the device or below it. B batch, T sequence, D width."""
+"""Block inputs (boundaries) kept between forward and backward, on any tier. B batch, T sequence, D width."""
 
 import torch
 from torch import Tensor
@@ -9,17 +9,15 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 HEAD_INPUT = -1
-"""In place of a block's number: what the head reads, taken last."""
+"""Block number of the head's input, which is fetched first."""
 _Key = tuple[int, int]
 
 
 class BoundaryStore:
     """Owns one hidden_BTD per micro-batch and kept block.
 
-    They are taken block by block from the last one back, micro-batches in order; below the device the next one is
-    fetched while one is at work.
-
-    ``by_micro_batch``: all of a micro-batch are taken before any of the next one.
+    Inputs are fetched from the last block back, micro-batches in order; offloaded ones are prefetched.
+    ``by_micro_batch``: all of one micro-batch before the next.
     """
 
     def __init__(self, placement: Placement, copies: CopyEngine, *, by_micro_batch: bool = False) -> None:
@@ -55,7 +53,7 @@ class BoundaryStore:
         self._copies.observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(block))
 
     def fetch(self, micro_batch: int, block: int) -> Tensor:
-        """Return the input of ``block`` and forget it; raises ``KeyError`` when it was never put or already taken."""
+        """Return and remove the input of ``block``; raises ``KeyError`` if it is not stored."""
         key = (micro_batch, block)
         if self._placement is Placement.DEVICE:
             return self._kept.pop(key)
@@ -71,7 +69,7 @@ class BoundaryStore:
         return hidden_BTD
 
     def drop(self) -> None:
-        """Forget everything."""
+        """Remove all inputs."""
         self._kept.clear()
         self._away.clear()
         for ticket, _ in self._arriving.values():
@@ -80,7 +78,7 @@ class BoundaryStore:
         self._finish_leaving()
 
     def release(self) -> None:
-        """Drop everything and release the memory below the device."""
+        """Remove all inputs and free offload memory."""
         self.drop()
         while self._buffers:
             self._copies.release(self._buffers.popitem()[1])

@@ -1,4 +1,4 @@
-"""Copies between the tiers: counted by the ledger, ordered by tickets, done by the transfer."""
+"""Copies between tiers: counted by the ledger, ordered by tickets, executed by the transfer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """An all-gather under way, number ``op`` of the link; ``rows`` (world, n) are held until compute waits for it."""
+    """An all-gather in progress, op number ``op``; ``rows`` (world, n) are held until compute waits for it."""
 
     op: int
     rows: Tensor
@@ -24,9 +24,9 @@ class Gather:
 
 
 class CopyEngine:
-    """Allocates buffers below the device and copies between them and device tensors.
+    """Allocates host and disk buffers, and copies between them and device tensors.
 
-    A copy is only started here; users of its result wait for its ticket. The observer records the lane of each copy.
+    Copies are asynchronous: users of a result wait for its ticket. The observer records each copy's lane.
     """
 
     def __init__(self, transfer: Transfer, observer: MemoryObserver, group: Group | None = None) -> None:
@@ -38,16 +38,16 @@ class CopyEngine:
         """Sends in progress: number of the op, its wait, tensor."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, tensor_class: TensorClass, unit: str) -> Tensor:
-        """Return an unset tensor on the device, whose purpose the ledger knows."""
+        """Return an uninitialized device tensor, labelled in the ledger."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         self.observer.label(tensor, tensor_class, unit)
         return tensor
 
     def allocate(self, num_bytes: int, placement: Placement, tensor_class: TensorClass, name: str) -> TierBuffer:
-        """Return a zeroed buffer of whole pages.
+        """Return a zeroed host or disk buffer of whole pages.
 
         Raises:
-            HostMemoryError, DiskSpaceError: there is not enough; nothing was taken.
+            HostMemoryError, DiskSpaceError: not enough space; nothing was allocated.
         """
         size = page_rounded(num_bytes)
         self.transfer.tiers.enter(placement, size, tensor_class)
@@ -67,7 +67,7 @@ class CopyEngine:
             buffer.content.close()
 
     def fetch(self, target: Tensor, source: TierBuffer, offset: int = 0, after: Sequence[Ticket] = ()) -> Ticket:
-        """Start filling ``target`` from ``source``; it may be overwritten once the tickets in ``after`` are done."""
+        """Start copying ``source`` to ``target``, once the tickets in ``after`` are done."""
         before = [*after, *filter(None, [source.last_store])]
         waits = [ticket.op for ticket in before]
         if source.placement is Placement.DISK:
@@ -76,7 +76,7 @@ class CopyEngine:
         return Ticket(op, self.transfer.fetch(target, source.content, offset, [ticket.event for ticket in before]))
 
     def store(self, source: Tensor, target: TierBuffer, offset: int = 0) -> Ticket:
-        """Start writing ``source`` after the queued compute work; it must not change until the ticket is done."""
+        """Start copying ``source`` to a buffer after queued compute; it must not change until the ticket is done."""
         op = self.observer.work(Lane.COPY_OUT, source.nbytes, [self.observer.mark()])
         if target.placement is Placement.DISK:
             op = self.observer.work(Lane.DISK, source.nbytes, [op])
@@ -91,7 +91,7 @@ class CopyEngine:
         self.observer.join(op)
 
     def gather_ahead(self, target: Tensor, source: Tensor, after: Sequence[Ticket]) -> Gather:
-        """Start an all-gather of ``source`` beside compute, once the copies in of ``after`` are over."""
+        """Start an all-gather of ``source`` in parallel to compute, after the copies in ``after``."""
         waits = [self.observer.mark(), *(ticket.op for ticket in after)]
         op = self.observer.work(Lane.LINK, max(target.nbytes, source.nbytes), waits)
         with self.transfer.beside([ticket.event for ticket in after]):
@@ -103,7 +103,7 @@ class CopyEngine:
         gather.end()
 
     def send(self, source: Tensor, rank: int) -> None:
-        """Start sending a tensor to another rank once the previous one has arrived there; it is held until then."""
+        """Start sending a tensor to another rank after the previous send; the tensor is held until it is sent."""
         self.wait_sent(rank)
         op = self.observer.work(Lane.LINK, source.nbytes, [self.observer.mark()])
         self._sent[rank] = (op, self.group.send(source, rank), source)
@@ -136,7 +136,7 @@ class CopyEngine:
         self.transfer.wait(ticket.event)
 
     def host_work(self, num_bytes: int, after: Sequence[Ticket | None]) -> Ticket:
-        """Note that the processor works on ``num_bytes`` of host memory once the tickets are done; wait for them."""
+        """Wait for the tickets, then record CPU work on ``num_bytes`` of host memory."""
         tickets = [ticket for ticket in after if ticket is not None]
         for ticket in tickets:
             self.transfer.synchronize(ticket.event)

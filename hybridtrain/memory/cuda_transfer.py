@@ -1,8 +1,8 @@
 """Copies on a CUDA card: one stream in, one stream out, ordered by events; files are read and written by a thread.
 
-Nothing orders these streams but events: torch's streams do not wait for the default one. The caching allocator hands a
-freed block to the compute stream at once, whatever a copy still does with it. So every tensor of a copy is held here
-until the compute stream waits for that copy, or for a later one of its stream.
+Only events order these streams: torch's streams do not wait for the default one. The caching allocator reuses a freed
+block on the compute stream at once, even if a copy still uses it. So a copy's tensor is held until the compute stream
+waits for that copy, or for a later one of its stream.
 """
 
 from collections import deque
@@ -21,26 +21,26 @@ from hybridtrain.memory.tier import BufferContent, HostBytes
 from hybridtrain.memory.transfer import DirectTransfer, Transfer
 
 _MOST_HELD = 32
-"""Copies out whose tensors are held before the compute stream waits for the oldest: the processor may run far ahead."""
+"""Most copies to the host in flight; then compute waits for the oldest, as the CPU may run far ahead."""
 _MOST_STAGED = 4
-"""Pinned buffers on their way to files or from them; beyond that the processor waits for the oldest."""
+"""Most pinned buffers in use for files; then the CPU waits for the oldest."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """A copy on one of the two streams, which do theirs in order."""
+    """A copy on one of the two in-order streams."""
 
     event: torch.cuda.Event
     number: int
-    """On its stream, from 1."""
+    """Number on its stream, from 1."""
     is_in: bool
     num_out: int
-    """Copies out that are over when it is over."""
+    """Number of the last copy to the host that must precede it."""
 
 
 @dataclass(slots=True, eq=False)
 class _PendingRead:
-    """A file's content on its way to pinned memory; it goes to the device when someone waits for it."""
+    """A file read into pinned memory; its device copy starts when it is waited for."""
 
     content: "Future[None]"
     staging: HostBytes
@@ -50,7 +50,7 @@ class _PendingRead:
 
 
 class _Lane:
-    """A stream, and the device tensors that its copies may still use."""
+    """A copy stream, and the device tensors that its copies may still use."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -58,25 +58,25 @@ class _Lane:
         self._held: deque[tuple[_Copy, Tensor]] = deque()
 
     def hold(self, copy: _Copy, tensor: Tensor) -> _Copy | None:
-        """Hold the tensor of a copy; return the oldest copy when there are many."""
+        """Hold a copy's tensor; return the oldest copy if too many are held."""
         self._held.append((copy, tensor))
         return self._held[0][0] if len(self._held) > _MOST_HELD else None
 
     def release(self, number: int) -> None:
-        """Release the tensors of all copies up to a number."""
+        """Release the tensors of all copies up to that number."""
         while self._held and self._held[0][0].number <= number:
             self._held.popleft()
 
 
 class _Staging:
-    """Pinned memory between files and the device; used by one thread, like the transfer itself."""
+    """Pinned staging memory between files and the device; not thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[HostBytes] = []
         self._busy: deque[tuple[Future[None] | torch.cuda.Event, HostBytes]] = deque()
 
     def take(self, num_bytes: int) -> HostBytes:
-        """Return a buffer of at least ``num_bytes``; waits for one when many are in use."""
+        """Return a buffer of at least ``num_bytes``; waits if too many are in use."""
         while self._busy and (len(self._busy) >= _MOST_STAGED or _is_over(self._busy[0][0])):
             use, buffer = self._busy.popleft()
             _wait_over(use)
@@ -91,11 +91,11 @@ class _Staging:
         return HostBytes(num_bytes, pinned=True)
 
     def give_back(self, buffer: HostBytes, use: "Future[None] | torch.cuda.Event") -> None:
-        """Reclaim a buffer once its last use is over."""
+        """Return a buffer to the pool after its last use."""
         self._busy.append((use, buffer))
 
     def close(self) -> None:
-        """Unpin all buffers; none may be in use."""
+        """Unpin and free all buffers; none may be in use."""
         for buffer in [*self._free, *(buffer for _, buffer in self._busy)]:
             buffer.close()
         self._free.clear()
@@ -103,7 +103,7 @@ class _Staging:
 
 
 class CudaTransfer(DirectTransfer):
-    """The device is a CUDA card, made the current one; the current stream is the compute queue."""
+    """Transfer for a CUDA card, made the current device; its current stream is the compute queue."""
 
     def __init__(
         self, device: torch.device, *, disk_folder: Path | None = None, host_limit_bytes: int | None = None
@@ -118,15 +118,15 @@ class CudaTransfer(DirectTransfer):
         self._files = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="disk-tier", initializer=torch.cuda.set_device, initargs=(self.device,)
         )
-        """One thread: a file's ranges are read and written in the order in which that was asked for."""
+        """A single thread, so that reads and writes keep their order."""
         self._writes: list[Future[None]] = []
         self._staging = _Staging()
 
     def fetch(self, target: Tensor, source: BufferContent | None, offset: int, after: Sequence[object]) -> object:
-        """Start a copy on the stream in; from a file, start reading it."""
+        """Start a copy to the device; from a file, start reading it."""
         if isinstance(source, HostBytes):
             return self._send(target, source, offset, after)
-        assert isinstance(source, DiskFile), "a real run has real memory"
+        assert isinstance(source, DiskFile), "a copy without memory in a real run"
         self._raise_failed_writes()
         with _disable_current_modes():
             staging = self._staging.take(target.nbytes)
@@ -134,10 +134,10 @@ class CudaTransfer(DirectTransfer):
         return _PendingRead(content, staging, target, after)
 
     def store(self, source: Tensor, target: BufferContent | None, offset: int) -> object:
-        """Start a copy on the stream out; to a file, through pinned memory."""
+        """Start a copy from the device; to a file, through pinned memory."""
         if isinstance(target, HostBytes):
             return self._receive(source, target, offset)
-        assert isinstance(target, DiskFile), "a real run has real memory"
+        assert isinstance(target, DiskFile), "a copy without memory in a real run"
         self._raise_failed_writes()
         with _disable_current_modes():
             staging = self._staging.take(source.nbytes)
@@ -155,7 +155,7 @@ class CudaTransfer(DirectTransfer):
         return event
 
     def wait(self, event: object) -> None:
-        """Make the compute stream wait; a file's content is sent to the device first."""
+        """Make the compute stream wait for an event; a file's content is copied to the device first."""
         if isinstance(event, _PendingRead):
             if event.copy is None:
                 event.content.result()
@@ -169,7 +169,7 @@ class CudaTransfer(DirectTransfer):
             self._compute.wait_event(event)
 
     def synchronize(self, event: object) -> None:
-        """Block until the event is over."""
+        """Block the CPU until the event is complete."""
         if isinstance(event, _Copy):
             event.event.synchronize()
             self._release(event)
@@ -178,26 +178,26 @@ class CudaTransfer(DirectTransfer):
 
     @contextmanager
     def beside(self, after: Sequence[object]) -> Iterator[None]:
-        """Make a stream of its own the current one, which waits for the compute stream and the copies.
+        """Make a side stream current, which waits for the compute stream and the copies.
 
-        Their tensors stay held: the compute stream has not waited for them.
+        The copies' tensors stay held, as the compute stream has not waited for them.
         """
         self._link.wait_stream(self._compute)
         for event in after:
-            assert isinstance(event, _Copy), "only copies from host memory are on a stream when they are started"
+            assert isinstance(event, _Copy), "a file copy is not on a stream yet"
             self._link.wait_event(event.event)
         with torch.cuda.stream(self._link):
             yield
 
     def finish(self) -> None:
-        """Block until every copy is over and every file is written."""
+        """Block until all copies and file writes are complete."""
         torch.cuda.synchronize(self.device)
         for write in self._writes:
             write.exception()
         self._raise_failed_writes()
 
     def close(self) -> None:
-        """Finish every copy and write, then remove the files; they go even if the device failed."""
+        """Finish all copies and writes, then remove the files, even after a device error."""
         try:
             torch.cuda.synchronize(self.device)
             self._files.shutdown(wait=True)

@@ -1,10 +1,10 @@
-"""The disk tier: files without a name, their space really reserved, which the system frees when the process ends.
+"""The disk tier: unnamed files with reserved space, which the system frees when the process ends.
 
-A file is opened and has no name from the start (O_TMPFILE), or loses it at once where the file system lacks that: it is
-gone with its last descriptor, after SIGKILL too. A forked child that lives on holds it as well.
+A file is opened without a name (O_TMPFILE), or unlinked at once: its space is freed with the last descriptor, after
+SIGKILL too. A forked child keeps it open.
 
-Reads and writes at offsets, no mmap: a failing disk gives an error, not a SIGBUS. Dropping pages from the cache after
-each write (posix_fadvise) brought no speed for 30 GiB on a machine of 23 GiB: the cache is left alone.
+Reads and writes use offsets instead of mmap, so that a failing disk raises an error, not SIGBUS. Dropping pages from
+the cache after each write (posix_fadvise) was not faster for 30 GiB on a machine with 23 GiB.
 """
 
 import errno
@@ -29,14 +29,14 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class DiskFile:
-    """A file of fixed size that begins as zeros; made by ``DiskArena.allocate``.
+    """Unnamed file of fixed size, zero at first; made by ``DiskArena.allocate``.
 
     Threads may read and write disjoint ranges at once.
     """
 
     def __init__(self, where: str, num_bytes: int, file: io.FileIO) -> None:
         self.where = where
-        """Folder and purpose, for messages."""
+        """Folder and purpose, for error messages."""
         self.num_bytes = num_bytes
         self._file = file
 
@@ -67,7 +67,7 @@ class DiskFile:
     def _move(self, call: Callable[[int, list[memoryview], int], int], offset: int, data: Tensor, action: str) -> None:
         """Repeat ``call`` until all of ``data`` has been moved; each may do less than it is asked for."""
         if self._file.closed:
-            raise DiskTierError(f"{self.where}: the file is closed; use it before it or its arena is closed.")
+            raise DiskTierError(f"{self.where}: the file is closed; use it before closing it or its arena.")
         if offset < 0 or offset + data.nbytes > self.num_bytes:
             raise ValueError(
                 f"{self.where}: bytes {offset} to {offset + data.nbytes} are not inside the file; allowed: 0 to "
@@ -85,10 +85,10 @@ class DiskFile:
 
 
 class DiskArena:
-    """All files of one run, in a folder that the user named, where they are never seen.
+    """All files of one run, as unnamed files in a folder of the user's.
 
     Args:
-        folder: On a local disk; made if it is missing, and never removed.
+        folder: On a local disk; created if missing, never removed.
 
     Raises:
         DiskTierError: the folder cannot be made or written to.
@@ -107,21 +107,21 @@ class DiskArena:
         """Return a new file of ``num_bytes`` zeros whose space is reserved; messages have its name.
 
         Raises:
-            DiskSpaceError: the disk has less free; nothing was written.
+            DiskSpaceError: too little free space; nothing was written.
             DiskTierError: the file cannot be made, or the arena is closed.
         """
         if num_bytes < 0:
-            raise ValueError(f"{name}: {num_bytes} bytes; allowed: 0 or more; give a size.")
+            raise ValueError(f"{name}: {num_bytes} bytes; allowed: 0 or more.")
         with self._lock:
             if not self._is_open:
-                raise DiskTierError(f"{self.folder}: the arena is closed; allocate before that.")
+                raise DiskTierError(f"{self.folder}: the arena is closed; allocate before closing it.")
             with _explained(str(self.folder), "asking for the free space"):
                 free_bytes = shutil.disk_usage(self.folder).free
             if num_bytes > free_bytes:
                 raise DiskSpaceError(
                     f"{self.folder}: '{name}' needs {format_bytes(num_bytes)} ({num_bytes} bytes), "
-                    f"{format_bytes(free_bytes)} ({free_bytes} bytes) are free; free some, name a folder on a larger "
-                    f"disk, or move less to disk."
+                    f"{format_bytes(free_bytes)} ({free_bytes} bytes) are free; free disk space, choose a folder on a "
+                    f"larger disk, or offload less to disk."
                 )
             where = f"{self.folder}: '{name}'"
             with _explained(where, f"reserving {format_bytes(num_bytes)}"):
@@ -161,8 +161,8 @@ def _explained(where: str, action: str) -> Iterator[None]:
         reason = error.strerror or str(error)
         if error.errno in _NO_SPACE:
             raise DiskSpaceError(
-                f"{where}: {action} failed: {reason}; free some space or raise the limit, name a folder on a larger "
-                f"disk, or move less to disk."
+                f"{where}: {action} failed: {reason}; free disk space or raise the limit, choose a folder on a larger "
+                f"disk, or offload less to disk."
             ) from error
-        advice = "the disk may be failing, see the system log" if error.errno == errno.EIO else "fix that"
-        raise DiskTierError(f"{where}: {action} failed: {reason}; {advice}, or name another folder.") from error
+        advice = "check the disk and the system log" if error.errno == errno.EIO else "fix that"
+        raise DiskTierError(f"{where}: {action} failed: {reason}; {advice}, or choose another folder.") from error

@@ -1,9 +1,8 @@
 # ruff: noqa: ARG002  a format ignores what of the protocol it has no use for
-"""Storage formats of exact float32 values: of optimizer state alone, of a weight together with its master weight.
+"""Storage formats of float32 values: of optimizer state, and of weights with their master weights.
 
-One file for every format. A format works on flat slices of P elements that begin at a multiple of 256, loads them as
-float32 and stores them back; nothing else in the project knows what is inside. Stochastic rounding draws from the
-device's global random stream, which the caller seeds.
+A format loads flat slices of P elements, which start at a multiple of 256, as float32, and stores them. Stochastic
+rounding draws from the device's global random stream, which the caller seeds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,10 +21,10 @@ from hybridtrain.plan.memory_plan import DynamicRange, PhasePlan
 from hybridtrain.plan.placement import Codec
 
 SLICE_ELEMENTS = 1 << 23
-"""Elements worked on at a time: at 32 MiB per tensor the bus is at its full rate, and temporaries stay small. Slices
-that share random numbers have this size wherever they live, so that placement changes no number."""
+"""Elements processed at a time: 32 MiB per tensor reach the full bus rate with small temporaries. Slices have this size
+in every placement, so that random numbers do not depend on it."""
 SMALLEST_INT8_TENSOR = 4096
-"""Elements below which state stays float32, as in bitsandbytes: norms and biases are cheap to keep exact."""
+"""Smallest tensor with 8-bit state, as in bitsandbytes: norms and biases stay float32."""
 _STATIC_ROOM = 2.0
 _QUIET_NAN = 0x7FC00000
 _SIGNED_ZERO_CODE, _UNSIGNED_ZERO_CODE = 127, 0
@@ -33,7 +32,7 @@ _SIGNED_ZERO_CODE, _UNSIGNED_ZERO_CODE = 127, 0
 
 
 def parts(count: int, height: int | None = None) -> Iterator[slice]:
-    """Yield the slices of ``count`` elements, ``height`` of them at a time; None: ``SLICE_ELEMENTS``."""
+    """Yield the slices of ``count`` elements, each of ``height``; None: ``SLICE_ELEMENTS``."""
     height = height or SLICE_ELEMENTS
     yield from (slice(start, min(start + height, count)) for start in range(0, count, height))
 
@@ -53,13 +52,13 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlainState:
-    """One tensor of floating point values; fewer than 32 bits are rounded stochastically (1710.03740)."""
+    """State as one floating-point tensor, stochastically rounded below 32 bits (1710.03740)."""
 
     dtype: torch.dtype = torch.float32
 
     @property
     def name(self) -> str:
-        """Of the format in a checkpoint, one of ``STATE_FORMATS``."""
+        """Name of the format in a checkpoint, one of ``STATE_FORMATS``."""
         return str(self.dtype).removeprefix("torch.")
 
     def specs(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
@@ -67,7 +66,7 @@ class PlainState:
         return (TensorSpec(shape, self.dtype),)
 
     def part(self, index: int, part: slice) -> slice:
-        """Return the range of stored tensor ``index`` that belongs to a range of the parameter's elements."""
+        """Return the range of stored tensor ``index`` for a range of the parameter's elements."""
         return part
 
     def load(self, stored: Sequence[Tensor], count: int) -> Tensor:
@@ -75,7 +74,7 @@ class PlainState:
         return stored[0].float()
 
     def store(self, value_P: Tensor, stored: Sequence[Tensor]) -> None:
-        """Write values that ``load`` returned and the caller changed."""
+        """Store values that the caller changed after ``load``."""
         if self.dtype != torch.float32:
             round_stochastically(value_P, stored[0])
         elif value_P is not stored[0]:
@@ -90,7 +89,7 @@ class DynamicInt8State:
 
     @property
     def name(self) -> str:
-        """With the map that codes are looked up in."""
+        """Name of the format, with that of its map."""
         return "int8_signed" if self.signed else "int8_unsigned"
 
     def specs(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
@@ -105,12 +104,12 @@ class DynamicInt8State:
         return groups if index else slice(groups.start * QUANT_GROUP_SIZE, groups.stop * QUANT_GROUP_SIZE)
 
     def load(self, stored: Sequence[Tensor], count: int) -> Tensor:
-        """Look the codes up."""
+        """Decode by table lookup."""
         codes, scales = stored
         return dequantize(codes.view(-1, QUANT_GROUP_SIZE), scales, signed=self.signed).view(-1)[:count]
 
     def store(self, value_P: Tensor, stored: Sequence[Tensor]) -> None:
-        """Take the nearest code of each value under a new scale per group."""
+        """Encode to nearest with a new scale per group."""
         codes, scales = stored
         padded_P = value_P
         if value_P.numel() < codes.numel():
@@ -122,16 +121,16 @@ class DynamicInt8State:
 
 
 StateFormat = PlainState | DynamicInt8State
-"""Stores state that has one value per element of a parameter."""
+"""A format of state with one value per element of a parameter."""
 STATE_FORMATS: dict[str, StateFormat] = {
     storage.name: storage
     for storage in (PlainState(), PlainState(torch.bfloat16), DynamicInt8State(True), DynamicInt8State(False))
 }  # fmt: skip
-"""By name."""
+"""State formats by name."""
 
 
 def state_format(codec: Codec, num_elements: int, *, signed: bool) -> StateFormat:
-    """Return the format of a plan's codec for a tensor of this size; raises ``ValueError`` for one that holds none."""
+    """Return the format of a plan's codec for a tensor of this size; raises ``ValueError`` for a codec that cannot."""
     match codec:
         case Codec.INT8_BLOCKS if num_elements >= SMALLEST_INT8_TENSOR:
             return DynamicInt8State(signed)
@@ -160,24 +159,24 @@ class Int8Codes:
     """8-bit codes from -127 to 127, evenly spaced, and a float32 scale per 256 of them."""
 
     is_symmetric: bool = True
-    """Ranges are about zero; else about a middle, float32, that is kept per 256 codes too."""
+    """Whether ranges are symmetric about zero; otherwise each 256 codes also have a float32 zero point."""
     of_tensor: bool = False
-    """All of a matrix shares one range, whose scale and middle are repeated for every 256 codes."""
+    """Whether a whole matrix shares one range, its scale repeated per 256 codes."""
 
     @property
     def name(self) -> str:
-        """Of the format in a checkpoint."""
+        """Name of the format in a checkpoint."""
         return f"int8{'' if self.is_symmetric else '_affine'}{'_tensor' if self.of_tensor else ''}"
 
     def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
-        """Return codes, scales and middles if there are any."""
+        """Return codes, scales, and zero points if asymmetric."""
         groups = TensorSpec((num_groups(num_elements),), torch.float32)
         return TensorSpec((num_elements,), torch.int8), *([groups] if self.is_symmetric else [groups, groups])
 
     def encode(
         self, value_P: Tensor, stored: Sequence[Tensor], *, stochastic: bool = False, static: bool = False
     ) -> None:
-        """Write the codes of (P,) float32 values, and their ranges unless those are static."""
+        """Encode (P,) float32 values; new ranges unless static."""
         codes, scales, *middles = stored
         if middles:
             if not static:
@@ -191,7 +190,7 @@ class Int8Codes:
         int8_quantize(value_P, codes, scales, stochastic=stochastic, static=static)
 
     def widen(self, stored: Sequence[Tensor], out_P: Tensor) -> None:
-        """Multiply, and add the middle in float32."""
+        """Dequantize in float32."""
         codes, scales, *middles = stored
         if not middles or out_P.dtype == torch.float32:
             int8_dequantize(codes, scales, out_P)
@@ -233,18 +232,18 @@ class Nf4Codes:
         return codes, scale_codes, TensorSpec((sizes.scales,), torch.float32), TensorSpec((1,), torch.float32)
 
     def encode(self, value_P: Tensor, stored: Sequence[Tensor]) -> None:
-        """Take the nearest quantiles."""
+        """Encode to the nearest quantiles."""
         codes, scale_codes, scales, mean = stored
         nf4_quantize(value_P, codes, scale_codes, scales, mean)
 
     def widen(self, stored: Sequence[Tensor], out_P: Tensor) -> None:
-        """Look up and multiply."""
+        """Dequantize by table lookup."""
         codes, scale_codes, scales, mean = stored
         nf4_dequantize(codes, scale_codes, scales, mean, out_P)
 
 
 CodeFormat = Int8Codes | Nf4Codes
-"""Stores matrices in fewer bits than they are computed with."""
+"""A format of matrices with fewer bits than the compute dtype."""
 CODE_FORMATS: dict[Codec, CodeFormat] = {Codec.INT8_BLOCKS: Int8Codes(), Codec.NF4: Nf4Codes()}
 
 
@@ -258,38 +257,39 @@ def code_format(plan: PhasePlan) -> CodeFormat | None:
 # ---- weights
 
 
-class Typed(Protocol):
-    """A tensor, on the device or below it."""
+class HasDtype(Protocol):
+    """A tensor on any tier."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """Dtype of its elements."""
 
 
 StoredWeight = tuple[Tensor, ...]
-"""Stored tensors of a weight: its values, or int8 codes and, per 256 of them, a float32 scale and maybe a middle."""
+"""Stored tensors of a weight: its values, or int8 codes with a float32 scale per 256, and a zero point if
+asymmetric."""
 
 
 class WeightFormat:
-    """Turns what is stored of a weight, and its master weight, into the fp32 value that an update changes, and back."""
+    """Converts a stored weight and its master weight to the fp32 value that an update changes, and back."""
 
     in_place = False
-    """``load`` returns a stored tensor itself, so nothing temporary is made."""
+    """Whether ``load`` returns a stored tensor itself, without a temporary."""
     reads_weight = True
-    """``load`` looks at the stored weight; without that it need not be fetched for an update."""
+    """Whether ``load`` reads the stored weight; otherwise updates need not fetch it."""
     master_dtype: torch.dtype | None = None
-    """Of what is kept beside the weight; None: nothing is."""
+    """Dtype of the master weight; None: there is none."""
     rounds_stochastically = False
-    """The weight is all there is, so ``store`` rounds by chance; an update may do so itself."""
+    """Whether there is no master, so that ``store`` (or the update itself) rounds stochastically."""
     is_coded = False
-    """Stored as codes and scales."""
+    """Whether it is stored as codes and scales."""
     needs_whole = False
-    """``create`` and ``store`` must see all of a weight, whose elements share a range."""
+    """Whether ``create`` and ``store`` need the whole weight, whose elements share a range."""
     saved_as = "float32"
-    """What of it a checkpoint holds: the widest values, codes where there are none, both where codes are kept too."""
+    """What a checkpoint stores: the most exact values; codes if there are none; both if codes are kept too."""
 
     def create(self, initial: Tensor, weight: StoredWeight) -> Tensor | None:
-        """Write fp32 ``initial`` into ``weight``, rounded to nearest; return the master weight to keep, or None."""
+        """Write fp32 ``initial`` to ``weight``, rounded to nearest; return the master weight, or None."""
         weight[0].copy_(initial)
         return None
 
@@ -298,23 +298,23 @@ class WeightFormat:
         return weight[0].float()
 
     def store(self, value_P: Tensor, weight: StoredWeight, master_P: Tensor | None, *, nearest: bool = False) -> None:
-        """Write an updated fp32 value back; ``nearest``: where it would be rounded stochastically, round to nearest."""
+        """Store an updated fp32 value; ``nearest``: round to nearest instead of stochastically."""
 
 
 class ExactWeight(WeightFormat):
-    """The weight is fp32 itself, and updated in place."""
+    """fp32 weight, updated in place."""
 
     in_place = True
 
 
 class StochasticWeight(WeightFormat):
-    """The weight is all there is: each update rounds up or down by chance, so that its mean is kept (1710.03740)."""
+    """No master: each update is rounded stochastically, which preserves the mean (1710.03740)."""
 
     rounds_stochastically = True
     saved_as = "bfloat16"
 
     def store(self, value_P: Tensor, weight: StoredWeight, master_P: Tensor | None, *, nearest: bool = False) -> None:
-        """Round up or down."""
+        """Round stochastically, or to nearest."""
         if nearest:
             weight[0].copy_(value_P)
         else:
@@ -322,9 +322,9 @@ class StochasticWeight(WeightFormat):
 
 
 class Split16Master(WeightFormat):
-    """The bfloat16 weight holds the upper 16 bits, rounded to nearest; an int16 holds what the lower ones add.
+    """bfloat16 weight (upper 16 bits, rounded to nearest) plus an int16 with the rest of the fp32 master.
 
-    Exact ties round away from zero, where torch's own cast rounds to even: 16 bits hold one side of a tie only.
+    Exact ties round away from zero, not to even as in torch: 16 bits represent one side of a tie only.
     """
 
     master_dtype = torch.int16
@@ -336,14 +336,14 @@ class Split16Master(WeightFormat):
         return master_weight
 
     def load(self, weight: StoredWeight, master_P: Tensor | None) -> Tensor:
-        """Join both halves; exact."""
-        assert master_P is not None, "a split master is always kept"
+        """Join both halves exactly."""
+        assert master_P is not None, "a split16 weight without a master"
         bits_P = weight[0].view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         return bits_P.add_(master_P).view(torch.float32)
 
     def store(self, value_P: Tensor, weight: StoredWeight, master_P: Tensor | None, *, nearest: bool = False) -> None:
         """Split the value."""
-        assert master_P is not None, "a split master is always kept"
+        assert master_P is not None, "a split16 weight without a master"
         bits_P = value_P.view(torch.int32)
         upper_P = bits_P.add(1 << 15).bitwise_right_shift_(16)
         weight[0].view(torch.int16).copy_(upper_P)
@@ -351,11 +351,11 @@ class Split16Master(WeightFormat):
 
 
 class Int8Weight(WeightFormat):
-    """int8 codes are all there is: each update is rounded stochastically onto their grid.
+    """int8 weight without a master: each update is rounded stochastically to the grid.
 
     Args:
-        codes: Their ranges.
-        static_scales: Keep the ranges of the first values, which get twice the room that those need.
+        codes: Format of the codes.
+        static_scales: Keep the initial ranges, which are twice as wide as the initial values need.
     """
 
     is_coded = True
@@ -376,18 +376,18 @@ class Int8Weight(WeightFormat):
         return None
 
     def load(self, weight: StoredWeight, master_P: Tensor | None) -> Tensor:
-        """Widen the codes; exact."""
+        """Dequantize exactly."""
         value_P = torch.empty(weight[0].shape, dtype=torch.float32, device=weight[0].device)
         self.codes.widen(weight, value_P)
         return value_P
 
     def store(self, value_P: Tensor, weight: StoredWeight, master_P: Tensor | None, *, nearest: bool = False) -> None:
-        """Round onto the grid, which a new range spans unless ranges are static."""
+        """Round to the grid of a new range, or of the static one."""
         self.codes.encode(value_P.view(-1), weight, stochastic=not nearest, static=self._is_static)
 
 
 class _OfMaster(WeightFormat):
-    """A separate fp32 copy; the weight is its rounding to nearest."""
+    """fp32 master weight; the stored weight is its rounding to nearest."""
 
     in_place = True
     reads_weight = False
@@ -398,7 +398,7 @@ class _OfMaster(WeightFormat):
         return initial
 
     def load(self, weight: StoredWeight, master_P: Tensor | None) -> Tensor:
-        assert master_P is not None, "a float32 master is always kept"
+        assert master_P is not None, "a weight without its float32 master"
         return master_P
 
     def store(self, value_P: Tensor, weight: StoredWeight, master_P: Tensor | None, *, nearest: bool = False) -> None:
@@ -406,14 +406,14 @@ class _OfMaster(WeightFormat):
 
 
 class Float32Master(_OfMaster, StochasticWeight):
-    """A separate fp32 copy; the weight is its rounding to nearest."""
+    """fp32 master weight; the stored weight is its rounding to nearest."""
 
     rounds_stochastically = False
     saved_as = "float32"
 
 
 class Int8OfMaster(_OfMaster, Int8Weight):
-    """A separate fp32 copy; the int8 codes are its rounding to nearest."""
+    """fp32 master weight; the int8 codes are its rounding to nearest."""
 
     def __init__(self, codes: Int8Codes, *, static_scales: bool) -> None:
         super().__init__(codes, static_scales=static_scales)
@@ -423,26 +423,25 @@ class Int8OfMaster(_OfMaster, Int8Weight):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """The formats of one plan: one for weights stored as values, one for those stored as codes."""
+    """Weight formats of a plan: one for values, one for codes."""
 
     values: WeightFormat
     codes: WeightFormat
 
-    def of(self, weight: Sequence[Typed]) -> WeightFormat:
-        """Return the one that suits how a weight is stored: codes are int8."""
+    def of(self, weight: Sequence[HasDtype]) -> WeightFormat:
+        """Return the format of a stored weight: int8 tensors are codes."""
         return self.codes if weight[0].dtype == torch.int8 else self.values
 
     @property
     def reads_weight(self) -> bool:
-        """Whether an update must fetch what is stored."""
+        """Whether an update must fetch the stored weight."""
         return self.values.reads_weight or self.codes.reads_weight
 
 
 def weight_formats(plan: PhasePlan) -> WeightFormats:
-    """Return the formats for a plan's weight and master cells; raises ``ValueError`` for a pair that loses updates.
+    """Return the formats of a plan's weight and master cells; raises ``ValueError`` for a pair that would lose updates.
 
-    Embedding, head and vectors are stored in the compute dtype even where matrices are int8, and so is what is trained
-    beside frozen weights.
+    Embedding, head, vectors and adapters are stored in the compute dtype even if matrices are int8.
     """
     master, codes = plan.master.codec, code_format(plan)
     if plan.adapter_rank or not isinstance(codes, Int8Codes):
@@ -461,7 +460,7 @@ _VALUE_FORMATS: dict[tuple[Codec, Codec], WeightFormat] = {
     (Codec.BFLOAT16, Codec.ABSENT): StochasticWeight(),
     (Codec.FLOAT16, Codec.FLOAT32): Float32Master(),
 }
-"""By codec of the weight and of the master."""
+"""Formats by codec of the weight and of the master."""
 
 
 def _value_format(weight: Codec, master: Codec) -> WeightFormat:
@@ -474,7 +473,7 @@ def _value_format(weight: Codec, master: Codec) -> WeightFormat:
 
 
 def weight_part(weight: StoredWeight, part: slice) -> StoredWeight:
-    """Return a range of a stored weight's elements; of codes it must begin at a multiple of 256."""
+    """Return a range of a stored weight's elements; for codes it must start at a multiple of 256."""
     values, *scales = weight
     if part == slice(0, values.numel()) and values.dim() == 1:
         return weight

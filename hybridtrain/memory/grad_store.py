@@ -23,41 +23,40 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 class GradStore:
     """Owns every parameter gradient, unit by unit, in the order of a unit's parameters.
 
-    Dropped ones stay on the device until they are taken within the step. Of the micro-batches of a step as many sums
-    are made as there are shards.
+    With placement DROPPED they stay on the device until taken within the step. Each shard sums its own micro-batches.
     """
 
     def __init__(self, units: Sequence[Unit], plan: PhasePlan, shards: Shards, *, wants_norm: bool) -> None:
         self._shards = shards
         self._copies = shards.copies
         self._per_sum = plan.grad_accum_steps // shards.shares
-        """Micro-batches that are added before their sum is added to that of others."""
+        """Micro-batches per partial sum."""
         self._folds = shards.shares > 1 and not shards.sums
-        """Whether this process adds sums as ranks would."""
+        """Whether this process adds partial sums in the order of ranks."""
         self._kept_dtype = to_torch_dtype(plan.grad.codec)
-        """Between visits and until ``take``."""
+        """Sums between visits, until ``take``."""
         adds_in_visit = plan.schedule is Schedule.VERTICAL and plan.grad_accum_steps > 1
         self._sum_dtype = torch.float32 if adds_in_visit else self._kept_dtype
-        """While micro-batches of one visit are being added."""
+        """Sums of the current visit."""
         self._placement = plan.grad.placement
         self._offloads = self._placement in {Placement.HOST, Placement.DISK}
         self._wants_norm = wants_norm
         self._units = {unit.name: unit for unit in units}
         self._added: Counter[str] = Counter()
         self._sums: dict[str, list[Tensor]] = {}
-        """Of whole shares, where this process adds them as ranks would."""
+        """Sums of complete shares, if one process adds like several ranks."""
         self._grads: dict[str, list[Tensor]] = {}
         self._norms: dict[str, list[list[Tensor]]] = {}
-        """Of the ranges of each parameter of a unit, range by range; of the own one alone where gradients are cut."""
+        """Squared norms per range of each parameter of a unit; only the own range if gradients are sharded."""
         self._is_finite: dict[str, Tensor] = {}
-        """Of each unit, a bool of the device, where no norm tells it."""
+        """Per unit, a device bool: whether gradients are finite, if no norm tells."""
         self._buffers: dict[str, TierBuffer] = {}
         self._away: dict[str, list[TierTensor]] = {}
         self._leaving: list[tuple[Ticket, list[Tensor]]] = []
         self._arriving: dict[str, list[Ticket]] = {}
 
     def prefetch(self, unit: str) -> None:
-        """Start prefetching the sum of earlier visits, if there is one."""
+        """Start fetching the sum of earlier visits, if there is one."""
         if unit in self._away:
             self._grads[unit], self._arriving[unit] = [], []
         for stored in self._away.pop(unit, ()):
@@ -66,7 +65,7 @@ class GradStore:
             self._arriving[unit].append(self._copies.fetch(grad, stored.buffer, stored.offset, [self._copies.mark()]))
 
     def accumulate(self, unit: str, grads: Sequence[Tensor]) -> None:
-        """Add one micro-batch's gradients; the first ones are kept as they are, not copied."""
+        """Add one micro-batch's gradients; the first ones are kept without a copy."""
         self.prefetch(unit)
         for ticket in self._arriving.pop(unit, ()):
             self._copies.wait(ticket)
@@ -94,7 +93,7 @@ class GradStore:
                 total.add_(grad)
 
     def finish_visit(self, unit: str, *, is_last: bool) -> None:
-        """End a visit of ``unit``; after the last one of the step its gradients are complete."""
+        """End a visit of ``unit``; after the step's last visit its gradients are complete."""
         if is_last and self._folds:
             self._grads[unit] = self._sums.pop(unit)
         elif is_last and self._shards.sums and self._grads[unit]:
@@ -117,7 +116,7 @@ class GradStore:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Return the global L2 norm, a scalar float32; every unit must have had its last visit."""
+        """Return the global L2 norm, a scalar float32, after the last visit of every unit."""
         with self._copies.observer.region(Stage.UPDATE, ""):
             shares = range(max(map(len, self._norms.values()), default=1))
             norms = [norm for share in shares for name in self._units for norm in self._norms[name][share]]
@@ -126,10 +125,7 @@ class GradStore:
             return norm
 
     def are_finite(self, units: Sequence[str] | None = None) -> bool:
-        """Return whether the gradients of units, all by default, are finite after their last visit; waits for them.
-
-        With norms those tell it, until ``norm`` was asked for.
-        """
+        """Return whether gradients of units (default: all) are finite after their last visit; waits for the device."""
         with _disable_current_modes():
             for unit in self._units if units is None else units:
                 norms = [norm for part in self._norms.get(unit, ()) for norm in part]
@@ -153,19 +149,19 @@ class GradStore:
         return self._shards.agree_on(names, everything)
 
     def take(self, unit: str) -> list[Stored]:
-        """Return the gradients of ``unit`` and forget them, not their norm; raises ``KeyError`` when there are none."""
+        """Return and remove the gradients of ``unit``; their norm stays. Raises ``KeyError`` if there are none."""
         held: list[Stored] = list(self._away.pop(unit)) if unit in self._away else list(self._grads.pop(unit))
         return held if self._shards.cuts_grads else [self._own(grad) for grad in held]
 
     def streamed_bytes(self, unit: str, index: int, num_elements: int) -> int:
-        """Return the bytes of ``num_elements`` of a gradient in a slot of a stream; 0 when it waits on the device."""
+        """Return the bytes of ``num_elements`` of a gradient in a stream's slot; 0 if it is on the device."""
         if unit not in self._away:
             return 0
         tensor = self._away[unit][index]
         return padded(min(tensor.numel(), num_elements) * tensor.dtype.itemsize)
 
     def drop(self) -> None:
-        """Drop everything, as after a refused step."""
+        """Remove all gradients, as after a rejected step."""
         for held in (self._grads, self._added, self._sums, self._norms, self._is_finite, self._away):
             held.clear()
         for tickets in self._arriving.values():
@@ -175,7 +171,7 @@ class GradStore:
         self._finish_leaving()
 
     def release(self) -> None:
-        """Drop everything and release the memory below the device."""
+        """Remove all gradients and free offload memory."""
         self.drop()
         while self._buffers:
             self._copies.release(self._buffers.popitem()[1])
@@ -241,7 +237,7 @@ def _is_finite(grad: Tensor) -> Tensor:
 
 
 def _read(stored: TierTensor) -> Tensor:
-    assert stored.buffer.content is not None, "a dry run has no values"
+    assert stored.buffer.content is not None, "gradient values in a dry run"
     values = torch.empty(stored.shape, dtype=stored.dtype)
     stored.buffer.content.read(stored.offset, values)
     return values

@@ -1,7 +1,6 @@
-"""The ranks that train one model together, and what passes between them: collectives of torch.distributed alone.
+"""Ranks that train one model together, and their communication: collectives of torch.distributed only.
 
-A group stands beside ``Transfer``: the one knows the way between the tiers of a machine, the other the way between
-cards.
+``Transfer`` moves data between the tiers of a machine, a group between cards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +19,18 @@ from hybridtrain.errors import ConfigError, RankError
 T = TypeVar("T")
 
 _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""Its name from torch 2.13 on, and the one before."""
+"""The all-gather, renamed in torch 2.13."""
 TIMEOUT_S = 600.0
-"""Seconds for which a rank waits for the others before it ends."""
+"""Seconds that a rank waits for the others before it raises ``RankError``."""
 
 
 class Group:
-    """Ranks, each with a card of its own and the same plan; this base class exchanges nothing.
+    """Group of ranks, each with its own card and the same plan; this base class is a single rank.
 
     Args:
-        rank: Of this process, from 0.
+        rank: Rank of this process, from 0.
         world: Number of ranks.
-        shares: Sums of gradients that are added in order, and ranges that a parameter is cut into: as many as ranks.
+        shares: Partial sums of gradients, and ranges that a parameter is sharded into: one per rank.
     """
 
     def __init__(self, rank: int, world: int, shares: int) -> None:
@@ -40,25 +39,25 @@ class Group:
         self.shares = shares
 
     def all_to_all(self, target: Tensor, source: Tensor) -> None:
-        """Give row i of ``source`` to rank i; row i of ``target`` comes from there. (world, n) each."""
+        """Send row i of ``source`` to rank i, and receive row i of ``target`` from it; both (world, n)."""
 
     def all_gather(self, target: Tensor, source: Tensor) -> None:
         """Fill row i of ``target``, (world, n), with the ``source``, (n,), of rank i."""
 
     def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Start ``all_gather``; return a function that makes the compute queue wait until both are free."""
+        """Start ``all_gather``; return a function that makes the compute queue wait for it."""
         self.all_gather(target, source)
         return lambda: None
 
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
-        """Start sending a tensor to another rank; return a function that waits until it may change."""
+        """Start sending a tensor to another rank; return a function that waits until the tensor may change."""
         return lambda: None
 
     def receive(self, target: Tensor, rank: int) -> None:
-        """Receive a tensor from another rank, in the order in which that rank sends."""
+        """Receive a tensor from another rank, in the order of its sends."""
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the numbers of all ranks, as many of each, in the order of ranks; this base class repeats its own."""
+        """Gather equally many numbers from each rank, in rank order; this base class repeats its own."""
         return list(numbers) * self.world
 
     def close(self) -> None:
@@ -66,7 +65,7 @@ class Group:
 
 
 class DirectGroup(Group):
-    """A single process that adds gradients and shards parameters bit-equal to several ranks."""
+    """Single process that adds gradients and shards parameters bit-equal to several ranks."""
 
     def __init__(self, shares: int = 1) -> None:
         super().__init__(0, 1, shares)
@@ -80,25 +79,25 @@ class DirectGroup(Group):
         target.view(-1).copy_(source)
 
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:  # noqa: ARG002
-        """Refuse: there is no other rank."""
-        raise AssertionError("one process is no stage of several")
+        """Raise an error: there is no other rank."""
+        raise AssertionError("a single process has no pipeline stages")
 
     def receive(self, target: Tensor, rank: int) -> None:
-        """Refuse: there is no other rank."""
+        """Raise an error: there is no other rank."""
         self.send(target, rank)
 
 
 class VirtualGroup(Group):
-    """One rank of several on the meta device, the others being imagined: shapes pass, values do not exist."""
+    """One of several ranks on the meta device; the others do not exist, only shapes are exchanged."""
 
     def __init__(self, rank: int, world: int) -> None:
         if not 0 <= rank < world:
-            raise ConfigError("group", [f"rank {rank} of {world}: ranks are numbered from 0 to {world - 1}"])
+            raise ConfigError("group", [f"rank {rank} of {world}: allowed: 0 to {world - 1}"])
         super().__init__(rank, world, world)
 
 
 class TorchGroup(Group):
-    """The default process group of torch.distributed: NCCL between cards, gloo between processors."""
+    """The default process group of torch.distributed: NCCL on CUDA, gloo on CPU."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size(), dist.get_world_size())
@@ -113,12 +112,12 @@ class TorchGroup(Group):
         cls, device: torch.device, *, init_method: str = "env://", rank: int = -1, world: int = -1,
         timeout_s: float = TIMEOUT_S,
     ) -> "TorchGroup":  # fmt: skip
-        """Join the group; by default the environment that torchrun makes says which, where, and as which rank.
+        """Join the group; by default address and rank come from torchrun's environment variables.
 
-        ``timeout_s``: how long to wait for other ranks, here in all, and in each collective.
+        ``timeout_s`` limits the wait for other ranks, here and in each collective.
 
         Raises:
-            RankError: the others did not come.
+            RankError: the other ranks did not join.
         """
         card = torch.cuda.current_device() if device.type == "cuda" else None
 
@@ -135,8 +134,8 @@ class TorchGroup(Group):
             return _with_timeout(timeout_s, meet)
         except (dist.DistError, OSError, RuntimeError, ValueError) as error:
             raise RankError(
-                f"rank {rank if rank >= 0 else 'of this process'}: the ranks did not meet within {timeout_s:g} s "
-                f"({_first_line(error)}); all of them must start, with the same address. Restart all of them."
+                f"rank {rank if rank >= 0 else 'of this process'}: not all ranks joined within {timeout_s:g} s "
+                f"({_first_line(error)}); start all ranks, with the same address."
             ) from error
 
     def all_to_all(self, target: Tensor, source: Tensor) -> None:
@@ -148,16 +147,16 @@ class TorchGroup(Group):
         self._start(_ALL_GATHER, target, source)()
 
     def begin_all_gather(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Start to gather rows; on CUDA behind what the current stream was given."""
+        """Start to gather rows; on CUDA after the current stream's work."""
         return self._start(_ALL_GATHER, target, source, async_op=True)
 
     def send(self, source: Tensor, rank: int) -> Callable[[], None]:
-        """Start sending; the tensor is held until it is waited for."""
+        """Start sending; the tensor is held until the send is waited for."""
         with self._rank_errors():
             given = source.contiguous() if self._on_cuda else source.clone()
             lane = self._to_lower if rank < self.rank else None
             work = dist.isend(given.view(-1).view(torch.uint8), rank, group=lane)
-            assert work is not None, "this process is of the group"
+            assert work is not None, "this process is not in the group"
             del source
 
         def wait() -> None:
@@ -174,13 +173,13 @@ class TorchGroup(Group):
             got = target if self._on_cuda else torch.empty_like(target)
             lane = self._to_lower if rank > self.rank else None
             work = dist.irecv(got.view(-1).view(torch.uint8), rank, group=lane)
-            assert work is not None, "this process is of the group"
+            assert work is not None, "this process is not in the group"
             work.wait()
             if got is not target:
                 target.copy_(got)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Gather them as float64: exact for what a float32 held."""
+        """Gather as float64, which is exact for float32 values."""
         with _disable_current_modes():  # a few numbers: no ledger's
             own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
             found = torch.empty((self.world, len(numbers)), dtype=torch.float64, device=self._device)
@@ -219,13 +218,13 @@ class TorchGroup(Group):
         except (dist.DistError, RuntimeError) as error:
             raise RankError(
                 f"rank {self.rank} of {self.world}: another rank ended or did not answer in time "
-                f"({_first_line(error)}); all of them must reach every step. Look at what the rank that ended first "
-                f"wrote, then restart all of them with --resume."
+                f"({_first_line(error)}); read the error of the rank that ended first, then restart all ranks with "
+                f"--resume."
             ) from error
 
 
 def gather_texts(group: Group, device: torch.device, text: str) -> list[str]:
-    """Return the texts of all ranks, of any length, in their order; ``device``: on which they exchange.
+    """Gather texts of any length from all ranks, in rank order, through ``device``.
 
     Raises:
         RankError: another rank ended or did not answer in time.
@@ -263,7 +262,7 @@ def _with_timeout(seconds: float, call: Callable[[], T]) -> T:
     if faults:
         raise faults[0]
     if not found:
-        raise TimeoutError("no answer from the address, or from a rank that came to it")
+        raise TimeoutError("no answer from the master address, or from a rank that connected")
     return found[0]
 
 

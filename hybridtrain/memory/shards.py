@@ -1,8 +1,8 @@
-"""The owners of parameters' ranges, and the exchange of ranges between ranks.
+"""Sharding of parameters over ranks, and the exchange of ranges between them.
 
-The sum of a gradient is that of the ranks' own sums, added in the order of ranks whatever the collective. A parameter
-is cut into as many ranges as there are ranks, each of whole groups of 256 elements, which codes need; rank i owns
-range i. One process with ``DirectGroup(shares)`` adds and cuts likewise, which makes it equal to the bit.
+Gradients are summed per rank, then in the order of ranks, independent of the collective. A parameter is sharded into
+one range per rank, of whole groups of 256 elements; rank i owns range i. One process with ``DirectGroup(shares)`` does
+the same, and is bit-equal.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,30 +22,29 @@ from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 
 def range_of(count: int, shares: int, number: int) -> slice:
-    """Return the range of one share of ``count`` elements; the last ones may be shorter, or empty."""
+    """Return the range of one shard of ``count`` elements; the last ones may be shorter or empty."""
     chunk = ceil(ceil(count / GROUP_SIZE) / shares) * GROUP_SIZE
     return slice(min(number * chunk, count), min((number + 1) * chunk, count))
 
 
 def ranges_of(count: int, shares: int) -> list[slice]:
-    """Return the range of each share."""
+    """Return the range of each shard."""
     return [range_of(count, shares, number) for number in range(shares)]
 
 
 def overlap(part: slice, own: slice) -> tuple[slice, slice]:
-    """Return the overlap of two ranges: as a range within the first, and within the second; empty if there is none."""
+    """Return the overlap of two ranges, relative to the first and to the second; empty if there is none."""
     start, stop = max(part.start, own.start), min(part.stop, own.stop)
     stop = max(start, stop)
     return slice(start - part.start, stop - part.start), slice(start - own.start, stop - own.start)
 
 
 class Shards:
-    """The ranges of one rank, and its exchanges with the others.
+    """Shards of one rank, and its exchanges with the others.
 
     Args:
-        copies: Has the group and the ledger.
-        stage: 0: every rank holds everything. 1: its range of optimizer state and master. 2: of gradients too.
-            3: of weights too.
+        copies: Engine with the group and the ledger.
+        stage: ZeRO stage. 0: nothing is sharded. 1: optimizer state and master. 2: gradients too. 3: weights too.
     """
 
     def __init__(self, copies: CopyEngine, stage: int = 0) -> None:
@@ -65,11 +64,11 @@ class Shards:
         return range_of(count, self.shares, self.group.rank)
 
     def own(self, count: int) -> slice:
-        """Return the range of a parameter's elements that this rank updates; all where state is not cut."""
+        """Return the range of a parameter's elements that this rank updates; all without sharding."""
         return self.range(count) if self.cuts_state else slice(0, count)
 
     def held(self, count: int) -> Iterator[tuple[int, slice]]:
-        """Yield number and range of each share that is updated here, within what is held of the state."""
+        """Yield number and range of each shard that is updated here, relative to the held state."""
         if self.cuts_state:
             own = self.own(count)
             yield self.group.rank, slice(0, own.stop - own.start)
@@ -77,7 +76,7 @@ class Shards:
             yield from enumerate(ranges_of(count, self.shares))
 
     def own_weight(self, weight: StoredWeight) -> StoredWeight:
-        """Return the own range of what is stored of a weight."""
+        """Return the own range of a stored weight."""
         return weight_part(weight, self.own(weight[0].numel())) if self.cuts_state else weight
 
     def agree(self, holds: bool) -> bool:
@@ -85,7 +84,7 @@ class Shards:
         return min(self.group.gather_numbers([float(holds)])) > 0
 
     def agree_on(self, names: Sequence[str], everything: Sequence[str]) -> tuple[str, ...]:
-        """Return which of ``everything`` any rank names."""
+        """Return the members of ``everything`` that any rank reports."""
         if not self.sums:
             return tuple(names)
         named = self.group.gather_numbers([float(name in names) for name in everything])
@@ -93,7 +92,7 @@ class Shards:
         return tuple(name for index, name in enumerate(everything) if any(named[index::count]))
 
     def gather_all(self, numbers: Tensor) -> Tensor:
-        """Return the numbers of all ranks in their order, where each has those of its own ranges."""
+        """Gather each rank's numbers of its own ranges, in rank order."""
         if not self.cuts_state:
             return numbers
         rows = numbers.new_empty((self.shares, numbers.numel()))
@@ -103,7 +102,7 @@ class Shards:
     # ---- gradients
 
     def sum(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the own range, flat, of the sum of each gradient over all ranks; of all of them in one exchange."""
+        """Return the own flat range of each gradient's sum over all ranks, in one exchange."""
         cuts = [ranges_of(grad.numel(), self.shares) for grad in grads]
         layout = lay_out(((cut[0].stop,), grad.dtype) for grad, cut in zip(grads, cuts, strict=True))
         given, got = (self._empty(self.shares * layout.num_bytes).view(self.shares, -1) for _ in range(2))
@@ -115,7 +114,7 @@ class Shards:
         return list(self._repeat(("add", layout, counts), (got,), partial(_added, got, layout, counts)))
 
     def gather(self, weights: Sequence[StoredWeight]) -> None:
-        """Fill all other ranges of stored weights from the ranks that own them."""
+        """Fill the other ranks' ranges of stored weights."""
         layout = self.row_layout(weights)
         row = self._empty(layout.num_bytes)
         self.pack(row, weights)
@@ -124,12 +123,12 @@ class Shards:
     # ---- rows: the own ranges of some weights, one after the other
 
     def pack(self, row: Tensor, weights: Sequence[StoredWeight]) -> None:
-        """Write the own ranges to ``row``, uint8."""
+        """Pack the own ranges into ``row``, uint8."""
         for view, part in self._pairs(row, weights, self.group.rank):
             _copy(view, part)
 
     def unpack(self, row: Tensor, weights: Sequence[StoredWeight], rank: int | None = None) -> None:
-        """Fill the ranges of a rank, by default the own ones, from its row."""
+        """Unpack a rank's row (default: the own) into its ranges."""
         for view, part in self._pairs(row, weights, self.group.rank if rank is None else rank):
             _copy(part, view[: part.numel()])
 
@@ -140,7 +139,7 @@ class Shards:
         self._unpack_all(rows, weights)
 
     def gather_ahead(self, row: Tensor, after: Sequence[Ticket]) -> Gather:
-        """Start to gather the rows of all ranks, once the copies of ``after`` have brought the own one."""
+        """Start gathering the rows of all ranks, after the copies in ``after`` have fetched the own one."""
         return self.copies.gather_ahead(self._rows(row), row, after)
 
     def end_gather(self, gather: Gather, weights: Sequence[StoredWeight]) -> None:

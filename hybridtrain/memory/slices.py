@@ -1,4 +1,4 @@
-"""A slice of a weight or of state with exact values, whatever is stored. P elements."""
+"""Slices of weights and state with exact values, independent of the storage format. P elements."""
 
 from dataclasses import dataclass, field
 
@@ -13,17 +13,16 @@ class StateSpec:
 
     name: str
     signed: bool = True
-    """Whether values may be negative; decides on the map of 8-bit codes."""
+    """Whether values may be negative; selects the map of 8-bit codes."""
     shape: tuple[int, ...] | None = None
-    """None: one value per element of the parameter, stored as the plan says. Else a small float32 tensor of this
-    shape, which stays on the device."""
+    """Shape of a small float32 tensor that stays on the device; None: one value per element, stored as planned."""
 
 
 @dataclass(slots=True)
 class WeightSlice:
-    """A weight, or a flat slice of it.
+    """A weight, or a flat slice of it. Stored tensors are flat; a slice of codes starts at a multiple of 256.
 
-    What is stored is flat; codes begin at a multiple of 256. ``shape``: of the parameter where this is all of it.
+    ``shape``: the parameter's, for a whole weight.
     """
 
     storage: WeightFormat
@@ -34,27 +33,27 @@ class WeightSlice:
 
     @property
     def value(self) -> Tensor:
-        """The (P,) float32 value, to be changed in place; what reads it last writes it back."""
+        """The (P,) float32 value, to be changed in place and written by ``write``."""
         if self._value is None:
             self._value = self.storage.load(self.stored, self.master_weight)
         return self._value
 
     def part(self, part: slice) -> "WeightSlice":
-        """Return a range of the elements, with a value of its own, or one that the whole writes where it must."""
+        """Return a range of the elements as a slice of its own."""
         if self.storage.needs_whole:
             return WeightSlice(ExactWeight(), (self.value.view(-1)[part],), None)
         master_weight = None if self.master_weight is None else self.master_weight.view(-1)[part]
         return WeightSlice(self.storage, weight_part(self.stored, part), master_weight)
 
     def write(self, *, nearest: bool = False) -> None:
-        """Store the value if it was asked for."""
+        """Store the value if it was read."""
         if self._value is not None:
             self.storage.store(self._value, self.stored, self.master_weight, nearest=nearest)
 
 
 @dataclass(frozen=True, slots=True)
 class StateSlice:
-    """A slice of one tensor of state."""
+    """A slice of one state tensor."""
 
     storage: StateFormat
     stored: tuple[Tensor, ...]
@@ -65,7 +64,7 @@ class StateSlice:
         return self.storage.load(self.stored, self.num_elements)
 
     def store(self, value_P: Tensor) -> None:
-        """Write values that ``load`` returned and the caller changed; fewer bits than 32 are rounded."""
+        """Store values that the caller changed after ``load``, rounded below 32 bits."""
         self.storage.store(value_P, self.stored)
 
     def part(self, part: slice) -> "StateSlice":

@@ -11,7 +11,7 @@ from hybridtrain.models.block_model import BlockModel, model_parts
 
 
 class Stages(Shards):
-    """One rank of several that hold different blocks: nothing is cut, nothing summed."""
+    """Pipeline stage: each rank has different blocks; nothing is sharded or summed."""
 
     def __init__(self, copies: CopyEngine, model: BlockModel) -> None:
         super().__init__(copies)
@@ -26,13 +26,13 @@ class Stages(Shards):
         """Trained parameters of each stage."""
 
     def agree_on(self, names: Sequence[str], everything: Sequence[str]) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the parameters that any rank names."""
+        """Return the parameters that any rank reports."""
         named = self.group.gather_numbers([float(name in names) for name in self._names])
         count = len(self._names)
         return tuple(name for index, name in enumerate(self._names) if any(named[index::count]))
 
     def gather_all(self, numbers: Tensor) -> Tensor:
-        """Return a number of each trained parameter of the model, in its order; each rank has those of its own."""
+        """Gather a number per trained parameter of the model, in order; each rank has its own parameters'."""
         row = numbers.new_zeros(max(self._counts))
         row[: numbers.numel()].copy_(numbers)
         rows = row.new_empty((self.group.world, row.numel()))

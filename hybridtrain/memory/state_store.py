@@ -29,36 +29,36 @@ from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 _SQUEEZED_ELEMENTS = 1 << 22
-"""Elements turned into 8-bit codes, or back, at a time: 16 MiB of fp32 a temporary."""
+"""Elements converted to or from 8-bit codes at a time: temporaries of 16 MiB."""
 
 
 @dataclass(slots=True)
 class StateSlot:
-    """One tensor of state of one parameter, in any format."""
+    """One state tensor of a parameter, in any format."""
 
     spec: StateSpec
     storage: StateFormat
     specs: tuple[TensorSpec, ...]
     placement: Placement
     tensors: tuple[Stored, ...] = ()
-    """As many as ``specs``. Empty before step 1."""
+    """Stored tensors, one per spec; empty before step 1."""
     is_fresh: bool = True
-    """Never written: below the device it must be set, not fetched."""
+    """Whether it was never written, so that an offloaded one is set instead of fetched."""
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether a slice of the parameter has a slice of it."""
+        """Whether it has one value per element of the parameter."""
         return self.spec.shape is None
 
     def pieces(self, part: slice, *, writes: bool = True) -> list[Piece]:
-        """Return the pieces of it that belong to a slice of the parameter."""
+        """Return its pieces for a slice of the parameter."""
         return [
             Piece(tensor, self.storage.part(i, part), writes=writes, fill=spec.zero if self.is_fresh else None)
             for i, (spec, tensor) in enumerate(zip(self.specs, self.tensors, strict=True))
         ]
 
     def reset(self) -> None:
-        """Reset the values to those before the first update; tensors below the device keep their place."""
+        """Reset the values to those before the first update; offloaded tensors keep their memory."""
         self.is_fresh = True
         if self.placement is Placement.DEVICE:
             self.tensors = ()
@@ -74,36 +74,36 @@ class ParameterState:
 
     parameter: nn.Parameter
     master_weight: Stored | None
-    """The weight format's, shape of the parameter, or flat where this rank holds a range of it."""
+    """Master weight in the weight's format; flat if this rank has a range of it."""
     slots: tuple[StateSlot, ...]
-    """Of the optimizer."""
+    """State of the optimizer."""
     extra: tuple[StateSlot, ...] = ()
-    """The plan's extra state, for predictors that keep a weight's trajectory."""
+    """Extra state of the plan, for predictors that record a weight's trajectory."""
     arriving: list[Ticket] = field(default_factory=list)
-    """On the way back from another tier; waited for before use."""
+    """Fetches in progress; waited for before use."""
     leaving: list[TierBuffer] = field(default_factory=list)
-    """Their source buffers, released after the fetch."""
+    """Source buffers, freed after the fetch."""
     own: slice | None = None
-    """Range of the parameter's elements that state is held of; None: all."""
+    """Range of the parameter's elements with state here; None: all."""
 
     @property
     def count(self) -> int:
-        """Elements that state is held of."""
+        """Elements with state here."""
         return self.parameter.numel() if self.own is None else self.own.stop - self.own.start
 
     def stored(self) -> list[Stored]:
-        """Return all tensors: of the optimizer, extra ones, the master weight."""
+        """Return all tensors: optimizer state, extra state, master weight."""
         tensors = [tensor for slot in (*self.slots, *self.extra) for tensor in slot.tensors]
         return [*tensors, *([] if self.master_weight is None else [self.master_weight])]
 
     @property
     def num_bytes(self) -> int:
-        """Of all stored tensors."""
+        """Bytes of all stored tensors."""
         return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self.stored())
 
 
 class StateStore:
-    """Owns the state of every parameter; it is allocated when the first update asks for it."""
+    """Owns the state of every parameter, allocated at the first update."""
 
     def __init__(self, plan: PhasePlan, formats: WeightFormats, shards: Shards) -> None:
         self.formats = formats
@@ -114,16 +114,13 @@ class StateStore:
         self._away: list[tuple[ParameterState, str]] = []
         self._master_is_away = False
         self.born_after = 0
-        """Steps done when the state started from zero: bias correction counts from there."""
+        """Step at which the state was zero: bias correction counts from there."""
 
     @torch.no_grad()
     def initialize(
         self, unit: str, parameter: nn.Parameter, initial: Tensor, weight: StoredWeight, specs: Sequence[StateSpec]
     ) -> None:
-        """Write the fp32 ``initial`` value of the next parameter of ``unit`` to ``weight`` and keep its master weight.
-
-        ``specs``: the state that the optimizer wants of it.
-        """
+        """Write the fp32 ``initial`` value of a unit's next parameter to ``weight``, and store its master weight."""
         master: Stored | None = self.formats.of(weight).create(initial, weight)
         if isinstance(master, Tensor):
             if self.shards.cuts_state:
@@ -142,7 +139,7 @@ class StateStore:
         weight: StoredWeight,
         specs: Sequence[StateSpec],
     ) -> None:
-        """Initialize from float32 values that come slice by slice, never whole."""
+        """Initialize from float32 values, slice by slice."""
         storage = self.formats.of(weight)
         master: Stored | None = None
         for part, value_P in slices:
@@ -179,14 +176,14 @@ class StateStore:
         return StateSlot(spec, storage, storage.specs(shape), cell.placement)
 
     def acquire(self, unit: Unit, *, wants_moments: bool = True) -> list[ParameterState]:
-        """Return the states of ``unit`` in the order of its parameters; without moments only extra state is made."""
+        """Return the states of ``unit`` by parameter; allocates missing ones, without moments only extra state."""
         states = self._states[unit.name]
         for slots in ([state.slots for state in states if wants_moments], [state.extra for state in states]):
             self._allocate(unit.name, [slot for group in slots for slot in group if not slot.tensors])
         return self.settled(unit.name)
 
     def settled(self, unit: str) -> list[ParameterState]:
-        """Return the states of a unit once all their copies have finished; they may not exist yet."""
+        """Return a unit's states after all their copies have finished; they may not exist yet."""
         states = self._states[unit]
         for state in states:
             while state.arriving:
@@ -196,11 +193,11 @@ class StateStore:
         return states
 
     def of(self, unit: str) -> list[ParameterState]:
-        """Return the states of a unit as they are; they may not exist yet."""
+        """Return a unit's states without waiting for copies; they may not exist yet."""
         return self._states[unit]
 
     def streamed_bytes(self, state: ParameterState, num_elements: int) -> int:
-        """Return the bytes of ``num_elements`` of a parameter's state in a slot of a stream, padding included."""
+        """Return the bytes of ``num_elements`` of a parameter's state in a stream's slot, padding included."""
         share = min(1.0, num_elements / max(state.count, 1))
         below = (slot for slot in (*state.slots, *state.extra) if slot.placement is not Placement.DEVICE)
         sizes = (prod(spec.shape) * spec.dtype.itemsize for slot in below for spec in slot.specs)
@@ -210,7 +207,7 @@ class StateStore:
         return total
 
     def items(self) -> Iterator[tuple[str, list[ParameterState]]]:
-        """Yield unit names and states as they are, for saving and loading."""
+        """Yield unit names and states, for saving and loading."""
         yield from self._states.items()
 
     def _allocate(self, unit: str, slots: Sequence[StateSlot]) -> None:
@@ -241,9 +238,9 @@ class StateStore:
         """Move optimizer state and master weights off the device according to the new phase's cells.
 
         Args:
-            moments: Placement HOST or DROPPED, or codec INT8_BLOCKS; anything else leaves them.
-            master: Placement HOST, or anything else; None: it moves with the weights.
-            step: Steps done so far; dropped state starts anew after it.
+            moments: Placement HOST or DROPPED, or codec INT8_BLOCKS; others change nothing.
+            master: Placement; only HOST moves it. None: it moves with the weights.
+            step: Steps done so far; dropped state restarts from zero after it.
         """
         self._master_is_away = master is not None and master.placement is Placement.HOST
         resident, is_dropped = list(self._resident()), moments.placement is Placement.DROPPED
@@ -269,7 +266,7 @@ class StateStore:
 
     @torch.no_grad()
     def fetch_back(self) -> None:
-        """Start fetching everything back in the order of updates, each of which waits for its own state."""
+        """Start fetching all state back in update order; each update waits for its own."""
         for state, unit in self._away:
             for slot in state.slots:
                 count, shape = state.parameter.numel(), tuple(state.parameter.shape)
@@ -313,7 +310,7 @@ class StateStore:
     ) -> None:
         tensors = tuple(self._zeros(spec, unit) for spec in specs)
         resident = [tensor for tensor in slot.tensors if isinstance(tensor, Tensor)]
-        assert len(resident) == len(slot.tensors), "only what is on the device changes its format"
+        assert len(resident) == len(slot.tensors), "state below the device cannot change its format"
         count = state.parameter.numel()
         old, new = slot.slice_of(resident, count), StateSlice(storage, tensors, count)
         for part in parts(count, _SQUEEZED_ELEMENTS):

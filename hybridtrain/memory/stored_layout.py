@@ -1,4 +1,4 @@
-"""The layout of blocks' weights in shared memory, and the rules of each block's place."""
+"""Layout of blocks' weights in shared memory, and placement of blocks."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class StoredLayout:
 
     @classmethod
     def of(cls, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, codes: CodeFormat | None) -> "StoredLayout":
-        """Return codes of each matrix if there is a format for them, and values of all else."""
+        """Return the layout: codes for matrices if ``codes`` is given, values for the rest."""
         found = [
             [(spec.shape, spec.dtype) for spec in codes.specs(torch.Size(shape).numel())]
             if codes is not None and len(shape) > 1
@@ -53,20 +53,20 @@ class StoredLayout:
 
 
 Values = tuple[Tensor, Widen | None]
-"""Memory that a parameter is bound to, and the rule that fills it; None: the store fills it, or it has its values."""
+"""Memory of a parameter, and the rule that computes its values from codes; None: it is stored as values."""
 
 
 class MatrixSlot:
-    """Device memory that coded matrices share one at a time: ``flat``, uint8, has the size of the largest."""
+    """Device memory that coded matrices use in turn: ``flat``, uint8, of the largest's size."""
 
     def __init__(self, codes: CodeFormat, flat: Tensor) -> None:
         self.codes = codes
         self._flat = flat
         self.holder: Widen | None = None
-        """Of the matrix whose values are there; None once codes have changed."""
+        """Rule of the matrix whose values are present; None after its codes changed."""
 
     def values(self, stored: StoredWeight, shape: tuple[int, ...], dtype: torch.dtype) -> Values:
-        """Return the place of a matrix' values and the rule that fills it; vectors are used where they are stored."""
+        """Return the memory of a matrix's values and the rule that fills it; vectors are used as stored."""
         if len(stored) == 1:
             return stored[0], None
         view = self._flat[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
@@ -104,7 +104,7 @@ class _MatrixWidening:
 
 @torch.no_grad()
 def widen(codes: CodeFormat, stored: Iterable[StoredWeight], parameters: Iterable[nn.Parameter]) -> None:
-    """Turn codes into values of the parameters' dtype, and copy vectors."""
+    """Dequantize codes to the parameters' dtype, and copy vectors."""
     for parameter, parts in zip(parameters, stored, strict=True):
         if len(parts) > 1:
             codes.widen(parts, parameter.data.view(-1))
@@ -113,9 +113,9 @@ def widen(codes: CodeFormat, stored: Iterable[StoredWeight], parameters: Iterabl
 
 
 def streamed_blocks(plan: PhasePlan, blocks: range) -> tuple[int, ...]:
-    """Return those of the held blocks whose weights wait below the device; resident ones are spread evenly among them.
+    """Return the held blocks whose weights are offloaded; resident ones are spread evenly among them.
 
-    Spread blocks give the bus time to fetch the next streamed one; neighbouring ones would leave it idle.
+    Spread resident blocks give the bus time to fetch the next streamed block.
     """
     if plan.weight.placement is Placement.DEVICE:
         return ()
@@ -125,7 +125,7 @@ def streamed_blocks(plan: PhasePlan, blocks: range) -> tuple[int, ...]:
 
 
 def packed_blocks(plan: PhasePlan, blocks: range) -> tuple[int, ...]:
-    """Return those of the held blocks whose parameters are bound to slots instead of having memory of their own."""
+    """Return the held blocks whose parameters are views of slots instead of own memory."""
     if plan.weight.codec in CODED:
         return tuple(blocks)
     return streamed_blocks(plan, blocks)
@@ -133,13 +133,13 @@ def packed_blocks(plan: PhasePlan, blocks: range) -> tuple[int, ...]:
 
 @contextmanager
 def placeholder_scope() -> Iterator[None]:
-    """Build modules without memory: nothing is allocated, and no ledger sees it."""
+    """Build modules without memory, unseen by ledgers."""
     with _disable_current_modes(), torch.device("meta"):
         yield
 
 
 def bind(block: nn.Module, names: Sequence[str], values: Sequence[Values]) -> None:
-    """Make ``values`` the parameters of ``block``, by qualified name."""
+    """Set the parameters of ``block`` to ``values``, by qualified name."""
     for name, (view, widen) in zip(names, values, strict=True):
         owner, _, attribute = name.rpartition(".")
         module = block.get_submodule(owner)
@@ -150,7 +150,7 @@ def bind(block: nn.Module, names: Sequence[str], values: Sequence[Values]) -> No
 
 
 def rebind(parameters: Iterable[nn.Parameter], values: Sequence[Values]) -> None:
-    """Replace the parameters' data by ``values``; references to the parameters stay valid."""
+    """Replace the parameters' data by ``values``; the Parameter objects stay."""
     for parameter, (view, widen) in zip(parameters, values, strict=True):
         parameter.data = view.data
         set_widening(parameter, widen)

@@ -20,11 +20,11 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 _PAGE = mmap.PAGESIZE
 _THREAD_BYTES = 80 * MIB
-"""Addresses: glibc sets 64 MiB aside for a thread's heap where it finds them, and Python maps its first frames."""
+"""Address space per thread: glibc reserves 64 MiB for its heap, and Python maps its first frames."""
 
 
 class TierAccount:
-    """Live and largest bytes by tier, counted alike in a dry run and in a real one, up to a limit of host memory."""
+    """Current and peak bytes by tier, in dry and real runs, with a limit of host memory."""
 
     def __init__(self, host_limit_bytes: int | None = None) -> None:
         self.host_limit_bytes = host_limit_bytes
@@ -36,15 +36,16 @@ class TierAccount:
         """Count a new buffer.
 
         Raises:
-            HostMemoryError: host memory would exceed the limit; nothing was counted.
+            HostMemoryError: host memory would exceed the limit; nothing was added.
         """
         wanted = self._live[placement] + num_bytes
         if placement is Placement.HOST and self.host_limit_bytes is not None and wanted > self.host_limit_bytes:
             held = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.by_class(placement).items())
             raise HostMemoryError(
                 f"host memory: {format_bytes(num_bytes)} more for {tensor_class} exceed the limit of "
-                f"{format_bytes(self.host_limit_bytes)} (held: {held or 'nothing'}); raise the limit, move a class to "
-                f"disk (tier = 'disk'), or store it in fewer bytes (int8_weights, int8_optimizer, adafactor)."
+                f"{format_bytes(self.host_limit_bytes)} (in use: {held or 'nothing'}); raise the limit, offload a "
+                f"tensor class to disk (tier = 'disk'), or store it in fewer bytes (int8_weights, int8_optimizer, "
+                f"adafactor)."
             )
         self._live[placement] = wanted
         self._peak[placement] = max(self._peak[placement], wanted)
@@ -56,11 +57,11 @@ class TierAccount:
         self._by_class[placement, tensor_class] -= num_bytes
 
     def peak_bytes(self, placement: Placement) -> int:
-        """Return the largest bytes ever held at once."""
+        """Return the peak bytes."""
         return self._peak[placement]
 
     def by_class(self, placement: Placement) -> dict[TensorClass, int]:
-        """Return the live bytes of each class that holds any."""
+        """Return the current bytes of each tensor class, without zeros."""
         return {kind: size for (place, kind), size in self._by_class.items() if place is placement and size}
 
 
@@ -78,9 +79,9 @@ class BufferContent(Protocol):
 
 
 class HostBytes:
-    """Anonymous pages: taken from the system as they are touched, zero until then, given back at once by ``close``.
+    """Anonymous pages, zero at first: taken from the system when touched, freed by ``close``.
 
-    One mapping per buffer, rounded to whole pages; torch's own pinned allocator rounds to a power of two.
+    Each buffer is rounded to whole pages; torch's pinned allocator rounds to a power of two.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
@@ -89,7 +90,7 @@ class HostBytes:
         except OSError as error:
             raise HostMemoryError(
                 f"host memory: the system refused {format_bytes(num_bytes)} ({error.strerror}); close other programs, "
-                f"move a tensor class to disk (tier = 'disk'), or choose a smaller model."
+                f"offload a tensor class to disk (tier = 'disk'), or choose a smaller model."
             ) from error
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._unpin: Callable[[], object] | None = None
@@ -101,7 +102,7 @@ class HostBytes:
             finalizer.atexit = False  # the system takes everything then, and CUDA may be gone
 
     def read(self, offset: int, target: Tensor) -> None:
-        """Copy out of the pages."""
+        """Copy from the pages."""
         target.view(-1).view(torch.uint8).copy_(self.tensor[offset : offset + target.nbytes])
 
     def write(self, offset: int, source: Tensor) -> None:
@@ -109,7 +110,7 @@ class HostBytes:
         self.tensor[offset : offset + source.nbytes].copy_(source.view(-1).view(torch.uint8))
 
     def close(self) -> None:
-        """Unpin; the pages go with the last view of them."""
+        """Unpin; the pages are freed with their last view."""
         if self._unpin is not None:
             self._unpin()
 
@@ -121,8 +122,8 @@ def _pin(address: int, num_bytes: int) -> None:
     if int(code) != 0:
         raise HostMemoryError(
             f"host memory: {format_bytes(num_bytes)} could not be pinned (CUDA error {int(code)}, "
-            f"{runtime.cudaGetErrorString(code)}); raise the limit of locked memory (ulimit -l) or, under WSL, the "
-            f"memory of the virtual machine."
+            f"{runtime.cudaGetErrorString(code)}); raise the limit of locked memory (ulimit -l); under WSL the memory "
+            f"of the virtual machine."
         )
 
 
@@ -134,7 +135,7 @@ def _unpin(address: int) -> None:
 
 
 def available_host_bytes() -> int | None:
-    """Return the system's available memory for new programs, None where it is unknown."""
+    """Return the system's available memory in bytes; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -143,9 +144,9 @@ def available_host_bytes() -> int | None:
 
 
 def has_room_for_threads(count: int = 1) -> bool:
-    """Return whether memory remains for more threads: their stacks, heaps and first frames.
+    """Return whether memory suffices for more threads: stacks, heaps and first frames.
 
-    One that gets none dies before its first line, and ``Thread.start`` waits for it forever.
+    A thread without memory dies before its first line, and ``Thread.start`` hangs.
     """
     stack_bytes = resource.getrlimit(resource.RLIMIT_STACK)[0]
     stack_bytes = 8 * MIB if stack_bytes == resource.RLIM_INFINITY else stack_bytes
@@ -158,24 +159,24 @@ def has_room_for_threads(count: int = 1) -> bool:
 
 @dataclass(slots=True)
 class TierBuffer:
-    """Bytes of one purpose on a tier, without content in a dry run."""
+    """A buffer on a tier, without content in a dry run."""
 
     placement: Placement
     num_bytes: int
     tensor_class: TensorClass
     content: BufferContent | None
     last_store: "Ticket | None" = None
-    """The newest copy into the buffer; what reads it must wait for that."""
+    """Latest copy into the buffer; readers must wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The future end of an op on a lane: its number in the ledger and, on CUDA, its event."""
+    """Completion of an op on a lane: its number in the ledger and, on CUDA, its event."""
 
     op: int
     event: object = None
 
 
 def page_rounded(num_bytes: int) -> int:
-    """Return bytes in whole pages, at least one."""
+    """Round bytes up to whole pages, at least one."""
     return -(-max(num_bytes, 1) // _PAGE) * _PAGE

@@ -1,4 +1,4 @@
-"""Tensors that live below the device: how they lie side by side in bytes, and their passage in slices."""
+"""Offloaded tensors: their layout in a buffer, and streaming in slices."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 ALIGNMENT = 512
-"""Bytes; torch's CUDA allocator and vectorised kernels ask for as much."""
+"""Alignment in bytes, as torch's CUDA allocator and vectorised kernels need."""
 _NUM_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor's place in the buffer."""
+    """Location of one tensor in the buffer."""
 
     offset: int
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class ByteLayout:
-    """Fields one after the other."""
+    """Fields of a buffer."""
 
     fields: tuple[Field, ...]
     num_bytes: int
@@ -58,7 +58,7 @@ def lay_out(tensors: Iterable[tuple[Sequence[int], torch.dtype]]) -> ByteLayout:
 
 
 def padded(num_bytes: int) -> int:
-    """Return the bytes that a field of ``num_bytes`` takes in a layout."""
+    """Return the padded size of a field of ``num_bytes``."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -85,9 +85,9 @@ class TierTensor:
         return self.offset + element * self.dtype.itemsize
 
     def on_host(self) -> Tensor:
-        """Return the tensor in host memory, flat, for work of the processor; only for the host tier of a real run."""
+        """Return the flat tensor in host memory, for CPU work; only for the host tier of a real run."""
         content = self.buffer.content
-        assert isinstance(content, HostBytes), "the processor works on host memory"
+        assert isinstance(content, HostBytes), "CPU work needs a buffer in host memory"
         return content.tensor[self.offset : self.offset_of(self.numel())].view(self.dtype)
 
 
@@ -98,7 +98,7 @@ def new_stored(
     shape: Sequence[int], dtype: torch.dtype, placement: Placement, tensor_class: TensorClass, unit: str,
     copies: CopyEngine,
 ) -> Stored:  # fmt: skip
-    """Return an unset tensor on the device, or in a buffer of its own below it."""
+    """Return an uninitialized tensor on the device, or in its own buffer below it."""
     if placement is Placement.DEVICE:
         return copies.empty(shape, dtype, tensor_class, unit)
     buffer = copies.allocate(prod(shape) * dtype.itemsize, placement, tensor_class, unit)
@@ -106,7 +106,7 @@ def new_stored(
 
 
 def read_slice(stored: Stored, part: slice, copies: CopyEngine) -> Tensor:
-    """Return a range of a stored tensor's elements on the device: a view there, or a copy that compute waits for."""
+    """Return a range of a stored tensor on the device: a view, or a copy that compute waits for."""
     if isinstance(stored, Tensor):
         return stored.view(-1)[part]
     tensor_P = torch.empty(part.stop - part.start, dtype=stored.dtype, device=copies.device)
@@ -115,7 +115,7 @@ def read_slice(stored: Stored, part: slice, copies: CopyEngine) -> Tensor:
 
 
 def write_slice(stored: Stored, part: slice, value_P: Tensor, copies: CopyEngine) -> None:
-    """Write a range of a stored tensor's elements, and wait until it is there."""
+    """Write a range of a stored tensor, and wait for completion."""
     if isinstance(stored, Tensor):
         stored.view(-1)[part].copy_(value_P)
         return
@@ -124,31 +124,31 @@ def write_slice(stored: Stored, part: slice, value_P: Tensor, copies: CopyEngine
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range of a stored tensor's elements that one step of work reads, and maybe writes."""
+    """A range of a stored tensor that one item of work reads, and may write."""
 
     stored: Stored
     part: slice
     writes: bool = True
     fill: int | None = None
-    """Value of every element, where nothing was ever stored: it is set instead of fetched."""
+    """Initial value if never stored: it is set instead of fetched."""
 
 
 class SliceStream:
-    """Brings pieces to the device ahead of their use and writes changed ones back behind it, in two slots."""
+    """Streams pieces through two device slots: fetched ahead of use, written back after changes."""
 
     def __init__(self, copies: CopyEngine) -> None:
         self._copies = copies
         self._slots: list[Tensor] = []
         self._views: dict[tuple[int, Field], Tensor] = {}
-        """Of the slots: the same few again and again."""
+        """Views of the slots by layout, reused."""
         self._leaving: list[Ticket | None] = [None] * _NUM_SLOTS
 
     def run(self, items: Iterable[Sequence[Piece]], slot_bytes: int) -> Iterator[list[Tensor]]:
-        """Yield the flat device tensors of each item in turn; they may be changed until the next is asked for.
+        """Yield each item's flat device tensors; they may be changed until the next item.
 
         Args:
-            items: Of any length; the next one is asked for before the last one is yielded, if anything is streamed.
-            slot_bytes: Of the largest item, 0 when all is on the device.
+            items: Items; when streaming, the next one is requested before the last one is yielded.
+            slot_bytes: Bytes of the largest item; 0 if all is on the device.
         """
         if slot_bytes:
             self._slots = [
@@ -216,5 +216,5 @@ def _layout(pieces: Iterable[Piece]) -> ByteLayout:
 
 
 def piece_bytes(pieces: Iterable[Piece]) -> int:
-    """Return the bytes that the streamed ones of some pieces take in a slot, padding included."""
+    """Return the slot bytes of the streamed pieces, padding included."""
     return _layout(pieces).num_bytes

@@ -1,4 +1,4 @@
-"""The border between host and device: batches in, scalars out, seeds and events. B batch, T sequence."""
+"""Transfers between host and device: batches, scalars, seeds and events. B batch, T sequence."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,53 +17,49 @@ from hybridtrain.plan.placement import Placement
 
 
 class Transfer:
-    """Moves data between host and the compute device.
-
-    This base class computes and copies nothing; methods that a transfer does not override complete at once.
-    """
+    """Moves data between host and compute device. This base class does nothing."""
 
     def __init__(self, device: torch.device, tiers: TierAccount) -> None:
         self.device = device
         self.tiers = tiers
         self.host_bytes = 0
-        """Peak bytes of host memory held for batches on their way."""
+        """Peak host memory of batches in transfer."""
 
     def upload(self, values: np.ndarray) -> Tensor:
-        """Return ``values`` on the device; int64 stays int64."""
+        """Copy ``values`` to the device, dtype unchanged."""
         self.host_bytes = max(self.host_bytes, values.nbytes)
         source = torch.from_numpy(values)
         return torch.empty(source.shape, dtype=source.dtype, device=self.device)
 
     def read(self, scalar: Tensor) -> float:  # noqa: ARG002
-        """Return a scalar of the device as a number, NaN where there are no values; waits for the device."""
+        """Return a device scalar as a number, NaN in a dry run; waits for the device."""
         return math.nan
 
     def generator(self, seed: int) -> torch.Generator | None:  # noqa: ARG002
-        """Return a seeded generator of the device, None where nothing is ever drawn."""
+        """Return a seeded device generator; None in a dry run."""
         return None
 
     def keyed_random(self) -> AbstractContextManager[None]:
-        """Protect the caller's random state from the ``seed`` calls inside."""
+        """Restore the caller's random state after the ``seed`` calls inside."""
         return nullcontext()
 
     def seed(self, key: int) -> None:
-        """Seed the device's random stream, which dropout and stochastic rounding read, with ``key``."""
+        """Seed the device's random stream, used by dropout and stochastic rounding."""
 
     def open_bytes(self, placement: Placement, num_bytes: int, name: str) -> BufferContent | None:  # noqa: ARG002
-        """Return zeroed memory on the host or on disk; None where nothing is ever computed.
+        """Return zeroed host or disk memory; None in a dry run.
 
         Raises:
-            HostMemoryError, DiskSpaceError: there is not enough.
-            ConfigError: disk without a folder for it.
+            HostMemoryError, DiskSpaceError: not enough space. ConfigError: no folder for the disk tier.
         """
         return None
 
     def fetch(self, target: Tensor, source: BufferContent | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
-        """Start filling the contiguous ``target`` on the device once the events are over; return an event."""
+        """Start copying to the contiguous device tensor ``target`` after the events; return an event."""
         return None
 
     def store(self, source: Tensor, target: BufferContent | None, offset: int) -> object:  # noqa: ARG002
-        """Start writing ``source`` once the compute queue has come this far; return an event."""
+        """Start copying ``source`` to a buffer after queued compute work; return an event."""
         return None
 
     def mark(self) -> object:
@@ -74,10 +70,10 @@ class Transfer:
         """Make the compute queue wait for an event."""
 
     def synchronize(self, event: object) -> None:
-        """Block the CPU until an event is over."""
+        """Block the CPU until an event is complete."""
 
     def beside(self, after: Sequence[object]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Run the work queued inside in parallel to the compute queue, once its present work and copies in are over.
+        """Run the work inside in parallel to the compute queue, after its present work.
 
         Args:
             after: Events of copies from host memory.
@@ -85,24 +81,24 @@ class Transfer:
         return nullcontext()
 
     def finish(self) -> None:
-        """Block until every copy is over and every file is written."""
+        """Block until all copies and file writes are complete."""
 
     def close(self) -> None:
         """Finish pending work and remove files."""
 
 
 class VirtualTransfer(Transfer):
-    """The device is the meta device: shapes move, values do not exist."""
+    """Transfer of a dry run on the meta device: shapes without values."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("meta"), TierAccount())
 
 
 class DirectTransfer(Transfer):
-    """The device is the CPU, where copies are done at once, or a CUDA card (see ``CudaTransfer``).
+    """Transfer for the CPU, where copies are synchronous; base of ``CudaTransfer``.
 
-    The disk tier makes its files in ``disk_folder``. Offloaded tensors may take ``host_limit_bytes`` of host memory;
-    None: what the machine has available.
+    ``disk_folder`` is for the disk tier. ``host_limit_bytes`` limits offloaded tensors; None: the machine's available
+    memory.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class DirectTransfer(Transfer):
         self._arena: DiskArena | None = None
 
     def upload(self, values: np.ndarray) -> Tensor:
-        """Return a copy of ``values`` on the device, asynchronous on CUDA."""
+        """Copy ``values`` to the device, asynchronously on CUDA."""
         source = torch.from_numpy(values)
         if self.device.type == "cuda":
             source = source.pin_memory()
@@ -122,7 +118,7 @@ class DirectTransfer(Transfer):
         return target.copy_(source, non_blocking=True)
 
     def read(self, scalar: Tensor) -> float:
-        """Return the value; on CUDA this waits for all work queued so far."""
+        """Return the value; on CUDA waits for all queued work."""
         return float(scalar.item())
 
     def generator(self, seed: int) -> torch.Generator | None:
@@ -131,7 +127,7 @@ class DirectTransfer(Transfer):
 
     @contextmanager
     def keyed_random(self) -> Iterator[None]:
-        """Restore the global random state at the end."""
+        """Restore the global random state on exit."""
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             yield
 
@@ -150,21 +146,21 @@ class DirectTransfer(Transfer):
             if self._disk_folder is None:
                 raise ConfigError(
                     "disk tier",
-                    [f"{name}: a tensor class is placed on disk, but no folder was named; give one (--disk FOLDER)"],
+                    [f"{name}: a tensor class is placed on disk, but there is no folder; give --disk FOLDER"],
                 )
             self._arena = DiskArena(self._disk_folder)
         return self._arena.allocate(num_bytes, name)
 
     def fetch(self, target: Tensor, source: BufferContent | None, offset: int, after: Sequence[object]) -> object:  # noqa: ARG002
         """Copy at once."""
-        assert source is not None, "a real run has real memory"
+        assert source is not None, "a copy without memory in a real run"
         with _disable_current_modes():
             source.read(offset, target)
         return None
 
     def store(self, source: Tensor, target: BufferContent | None, offset: int) -> object:
         """Copy at once."""
-        assert target is not None, "a real run has real memory"
+        assert target is not None, "a copy without memory in a real run"
         with _disable_current_modes():
             target.write(offset, source)
         return None

@@ -1,6 +1,6 @@
-"""Weights for the forward pass, and their storage: the same, in another place, or in 8 bits.
+"""Weights for the forward pass, and their storage: resident, offloaded, or in 8 bits.
 
-Parameters of packed blocks are bound once, to the places of ``BlockSlots`` or to what codes are widened into.
+Parameters of packed blocks are views of ``BlockSlots`` memory, or of memory that codes are dequantized into.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 class WeightMirror:
-    """A copy of one unit's stored weights in host memory."""
+    """Host copy of one unit's stored weights."""
 
     def __init__(self, unit: str, weights: Sequence[StoredWeight], copies: CopyEngine) -> None:
         self._tensors = [tensor for weight in weights for tensor in weight]
@@ -55,7 +55,7 @@ class WeightMirror:
         return host_parts(self._layout, self._buffer)
 
     def refresh(self, changed: Ticket) -> None:
-        """Bring the device up to date once ``changed`` is done."""
+        """Update the device once ``changed`` is done."""
         self._buffer.last_store = changed
         after = [self._copies.mark()]
         tickets = [
@@ -71,10 +71,10 @@ class WeightMirror:
 
 
 class WeightStore:
-    """Hands out the model's blocks with their weights on the device.
+    """Provides the model's blocks with their weights on the device.
 
-    The model is built with ``placeholder_scope`` for its packed blocks. Where the store ``is_empty``, parts get memory
-    one by one, by ``place``, while another store gives them up.
+    The model is built with ``placeholder_scope`` for its packed blocks. If the store ``is_empty``, units get memory one
+    by one by ``place``, while another store frees theirs.
     """
 
     def __init__(self, model: BlockModel, plan: PhasePlan, shards: Shards, *, is_empty: bool = False) -> None:
@@ -84,16 +84,16 @@ class WeightStore:
         self._copies = shards.copies
         self.compute_dtype = to_torch_dtype(plan.compute_dtype)
         self.codes = code_format(plan)
-        """Of matrices; None: those are values."""
+        """Format of coded matrices; None: they are stored as values."""
         self._is_frozen = plan.adapter_rank > 0
-        """What is packed is never updated; what is trained beside it has memory of its own."""
+        """Whether packed weights are frozen; adapters have memory of their own."""
         self._packed = frozenset(packed_blocks(plan, model.part.blocks))
         self._value_slots: list[WeightSlot] = []
         self._matrix_slot: MatrixSlot | None = None
         self._updates_on_host = plan.update_on is UpdateDevice.HOST
         self._mirrors: dict[str, WeightMirror] = {}
         self._shapes = [tuple(parameter.shape) for _, parameter in without_adapters(model.blocks[0])]
-        """Of the parameters of a block."""
+        """Shapes of a block's parameters."""
         self._values = lay_out((shape, self.compute_dtype) for shape in self._shapes)
         if self._packed and self.codes is not None:
             self._make_value_slots(plan)
@@ -105,30 +105,30 @@ class WeightStore:
             bind(model.blocks[block], names, self._give_memory(block))
 
     def is_packed(self, unit: str) -> bool:
-        """Return whether the parameters that a unit trains are bound to slots."""
+        """Return whether a unit's trained parameters are views of slots."""
         return block_number(unit) in self._packed and not self._is_frozen
 
     def is_cut(self, unit: str) -> bool:
-        """Return whether this rank stores its ranges of a unit alone."""
+        """Return whether this rank stores only its ranges of a unit."""
         return self._shards.cuts_weights and self._waits_below(unit)
 
     def stored_tensors(self, unit: str, parameters: Sequence[nn.Parameter]) -> list[tuple[Stored, ...]]:
-        """Return the stored tensors of each parameter where they live, for checkpoints."""
+        """Return the stored tensors of each parameter, on any tier, for checkpoints."""
         if not self.is_packed(unit):
             return [(parameter.data,) for parameter in parameters]
         return self.places.stored(block_number(unit))
 
     def reload(self) -> None:
-        """Note that stored weights were replaced: invalidate slots, copy to the host anew."""
+        """Invalidate slots and refresh host copies after stored weights were replaced."""
         self.places.forget()
         self._forget_values()
         for mirror in self._mirrors.values():
             mirror.write()
 
     def place(self, unit: Unit, *, keeps: bool) -> list[StoredWeight]:
-        """Allocate memory for a unit of another store; return it on the device, to be filled before ``initialized``.
+        """Allocate a unit's memory; return its device tensors, to be filled before ``initialized``.
 
-        Its parameters are bound to the new memory; with ``keeps`` those that have memory of their own stay as they are.
+        Its parameters become views of it; with ``keeps`` those with own memory stay.
         """
         if self.is_packed(unit.name):
             block = block_number(unit.name)
@@ -140,7 +140,7 @@ class WeightStore:
         return self.acquire_stored(unit.name, unit.tensors, reads=False)
 
     def give_up(self, unit: str) -> None:
-        """Release a unit's memory for good."""
+        """Free a unit's memory."""
         self.places.give_up(block_number(unit))
         if unit in self._mirrors:
             self._mirrors.pop(unit).close()
@@ -150,7 +150,7 @@ class WeightStore:
         self.places.plan_visits([visit for visit in visits if visit.block in self._packed])
 
     def acquire(self, block: int) -> nn.Module:
-        """Return ``block`` with its weights on the device, and start fetching the ones that come next."""
+        """Return ``block`` with its weights on the device, and start fetching the next blocks."""
         if block in self._packed:
             stored = self.places.load(Visit(block))
             if self._value_slots:
@@ -165,7 +165,7 @@ class WeightStore:
         return self.places.load_to_change(Visit(block_number(unit), reads))
 
     def acquire_frozen(self, unit: Unit) -> list[StoredWeight]:
-        """Return the place of each frozen parameter of a unit on the device, to be filled before ``write_back``."""
+        """Return the device memory of each frozen parameter of a unit, to be filled before ``write_back``."""
         if block_number(unit.name) in self._packed:
             return self.places.load_to_change(Visit(block_number(unit.name), reads=False))
         for _, parameter in unit.frozen:
@@ -173,14 +173,14 @@ class WeightStore:
         return [(parameter.data,) for _, parameter in unit.frozen]
 
     def initialized(self, unit: str, parameters: Sequence[nn.Parameter]) -> None:
-        """Write back the first values of a unit, and copy them to the host where it updates."""
+        """Write back a unit's initial values, and copy them to the host for host updates."""
         self.write_back(unit)
         if self._updates_on_host and not self._waits_below(unit):
             weights = self.acquire_stored(unit, parameters, reads=True)
             self._mirrors[unit] = WeightMirror(unit, weights, self._copies)
 
     def write_back(self, unit: str, *, frozen: bool = False) -> None:
-        """Write back the stored weights of a unit, changed on the device: those that it trains, or the frozen ones."""
+        """Write back a unit's stored weights that changed on the device: the trained or the frozen ones."""
         if frozen or not self._is_frozen:
             self._forget_values(block_number(unit))
             self.places.write_back(block_number(unit))
@@ -190,7 +190,7 @@ class WeightStore:
         return self.places.host_parts(block_number(unit)) if self._waits_below(unit) else self._mirrors[unit].parts()
 
     def refresh(self, unit: str, changed: Ticket) -> None:
-        """Bring the device up to date with stored weights that the host changes until ``changed``."""
+        """Update the device with stored weights that the host changes until ``changed``."""
         if not self._is_frozen:
             self._forget_values(block_number(unit))
         if self._waits_below(unit):
@@ -203,7 +203,7 @@ class WeightStore:
 
     def _make_value_slots(self, plan: PhasePlan) -> None:
         """Allocate the memory that codes are widened into: of the largest matrix, or of some blocks."""
-        assert self.codes is not None, "only codes are widened"
+        assert self.codes is not None, "widening of weights that are not codes"
         if plan.widen_by is WidenBy.MATRIX:
             size = max(prod(shape) for shape in self._shapes if len(shape) > 1) * self.compute_dtype.itemsize
             self._matrix_slot = MatrixSlot(self.codes, WeightSlot.new(self._copies, size, "values.0").flat)
@@ -234,6 +234,6 @@ class WeightStore:
         if slot.block == block:
             return
         slot.block = block
-        assert self.codes is not None, "only codes are widened"
+        assert self.codes is not None, "widening of weights that are not codes"
         parameters = (parameter for _, parameter in without_adapters(self._model.blocks[block]))
         widen(self.codes, self.places.layout.views(stored.flat), parameters)

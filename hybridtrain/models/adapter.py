@@ -20,12 +20,12 @@ GROUPS = {
     "attention": ("query", "key", "value", "qkv", "attention_out"),
     "mlp": ("ffn_gate", "ffn_up", "ffn_gate_up", "ffn_out"),
 }
-"""Names that stand for several matrices; ``all-linear`` stands for all."""
+"""Names that stand for several matrices; ``all-linear`` means all."""
 _PART = ".adapter."
 
 
 class Adapter(nn.Module):
-    """The trained matrices beside a frozen ``Linear``."""
+    """The trained low-rank matrices beside a frozen ``Linear``."""
 
     def __init__(
         self, linear: Linear, *, rank: int, scale: float, probability: float, learns_magnitude: bool, dtype: torch.dtype
@@ -39,7 +39,7 @@ class Adapter(nn.Module):
         self.magnitude = nn.Parameter(torch.empty(out_features, dtype=dtype)) if learns_magnitude else None
 
     def forward(self, x: Tensor, weight_FD: Tensor, bias_F: Tensor | None, *, computes_output: bool = True) -> Tensor:
-        """Return (..., F): the output of matrix and adapter for x."""
+        """Return (..., F): the output of matrix plus adapter for x."""
         dropped = dropout(x, self.probability, training=self.training)
         low = functional.linear(dropped, self.lora_a)
         if self.magnitude is None:
@@ -55,7 +55,7 @@ class Adapter(nn.Module):
         return adapted
 
     def row_norms(self, weight_FD: Tensor) -> Tensor:
-        """Return the length of each row of the adapted matrix, (F,), as a constant (section 4.3 of 2402.09353)."""
+        """Return the row norms of the adapted matrix, (F,), without gradient (section 4.3 of 2402.09353)."""
         with torch.no_grad():
             adapted_FD = torch.addmm(weight_FD, self.lora_b, self.lora_a, alpha=self.scale)
             norms_F: Tensor = torch.linalg.vector_norm(adapted_FD, dim=1)
@@ -71,9 +71,9 @@ class Adapter(nn.Module):
 
 
 def attach_adapters(model: BlockModel, plan: PhasePlan, dtype: torch.dtype, block_scope: BlockScope) -> None:
-    """Freeze a model and give the matrices that the plan names adapters, uninitialised, on the current default device.
+    """Freeze a model and attach uninitialised adapters to the plan's target matrices, on the default device.
 
-    Those of a block are made within ``block_scope``. Raises ``ConfigError``: a name is no matrix of the model's blocks.
+    A block's are made within ``block_scope``. Raises ``ConfigError``: a target is not a matrix of the model's blocks.
     """
     matrices = {name: child for name, child in model.blocks[0].named_children() if isinstance(child, Linear)}
     chosen = _chosen(plan.adapter_targets.split(","), list(matrices))
@@ -82,7 +82,7 @@ def attach_adapters(model: BlockModel, plan: PhasePlan, dtype: torch.dtype, bloc
     for number, block in enumerate(model.blocks):
         for name in chosen:
             linear = block.get_submodule(name)
-            assert isinstance(linear, Linear), "the blocks of a model are alike"
+            assert isinstance(linear, Linear), "blocks with different matrices"
             with block_scope(number):
                 linear.adapter = Adapter(
                     linear, rank=plan.adapter_rank, scale=plan.adapter_scale, probability=plan.adapter_dropout,
@@ -105,7 +105,7 @@ def _chosen(targets: list[str], names: list[str]) -> list[str]:
 
 
 def adapter_coverage(model: BlockModel) -> tuple[list[str], list[str]]:
-    """Return the linear layers of a block that have adapters, and those that have none, the router and experts too."""
+    """Return the linear layers of a block with adapters, and those without, router and experts included."""
     block = model.blocks[0]
     linears = {name: child.adapter is not None for name, child in block.named_children() if isinstance(child, Linear)}
     others = [name for name, has_adapter in linears.items() if not has_adapter]
@@ -114,17 +114,17 @@ def adapter_coverage(model: BlockModel) -> tuple[list[str], list[str]]:
 
 
 def without_adapters(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield name and parameter of a block's own weights."""
+    """Yield name and parameter of a block's parameters without adapters."""
     return ((name, parameter) for name, parameter in block.named_parameters() if not is_adapter(name))
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter's qualified name is that of an adapter's."""
+    """Return whether a qualified parameter name is an adapter's."""
     return _PART in name
 
 
 def fill_adapter(name: str, values: Tensor, generator: torch.Generator | None) -> None:
-    """Fill the first values of lora_a and lora_b in place: uniform in +-1/sqrt(D) and 0, as PEFT does."""
+    """Fill lora_a and lora_b in place: uniform in +-1/sqrt(D), and 0, as PEFT does."""
     if name.endswith("lora_b"):
         values.zero_()
     else:

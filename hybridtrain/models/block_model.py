@@ -12,17 +12,17 @@ from hybridtrain.models.layers import AttentionFunction, Head
 from hybridtrain.models.model_config import ModelConfig
 
 BlockScope = Callable[[int], AbstractContextManager[None]]
-"""Around the construction of each block, by number: decides where its parameters get memory. -1 is the embedding, the
-number of blocks the head."""
+"""Context around the construction of each block, by number, which decides its parameters' memory. -1 is the embedding,
+the number of blocks the head."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """A process's part of a model: neighbouring blocks, the embedding with the first, the head with the last."""
+    """A process's part of a model: consecutive blocks, the embedding with the first, the head with the last."""
 
     blocks: range
     num_blocks: int
-    """Of the whole model."""
+    """Blocks of the whole model."""
 
     @property
     def has_embedding(self) -> bool:
@@ -47,19 +47,19 @@ class ModelPart:
 
 
 def model_parts(num_blocks: int, stages: int) -> list[ModelPart]:
-    """Return the parts of some stages: as many blocks each, or one more in some, the first before others."""
+    """Return the parts of the stages: equally many blocks each, or one more in the first ones."""
     starts = [-(-stage * num_blocks // stages) for stage in range(stages + 1)]
     return [ModelPart(range(*ends), num_blocks) for ends in pairwise(starts)]
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Documents of packed rows: attention stays inside a document, and positions start with it."""
+    """Documents of packed rows: attention stays inside each, and positions restart."""
 
     ids_BT: Tensor
-    """int32, rising along a row."""
+    """int32, document number, rising along a row."""
     positions_BT: Tensor
-    """int64, from 0 in each document."""
+    """int64, position within the document, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +69,20 @@ class Unit:
     name: str
     """``embedding``, ``block.0`` ... or ``head``."""
     parameters: tuple[tuple[str, nn.Parameter], ...]
-    """Qualified name and parameter of what is trained; a tied weight belongs to the embedding."""
+    """Qualified name and parameter of all trained parameters; a tied weight belongs to the embedding."""
     frozen: tuple[tuple[str, nn.Parameter], ...] = ()
-    """What is not."""
+    """Qualified name and parameter of all frozen parameters."""
 
     @property
     def tensors(self) -> tuple[nn.Parameter, ...]:
-        """What is trained, without the names."""
+        """The trained parameters without names."""
         return tuple(parameter for _, parameter in self.parameters)
 
 
 class BlockModel(nn.Module):
     """A decoder-only transformer as embedding -> blocks -> head.
 
-    ``part`` is what this process holds, None: everything; other blocks have no memory.
+    ``part`` is this process's part, None: everything; other blocks have no memory.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class BlockModel(nn.Module):
         return hidden_BTD  # type: ignore[no-any-return]
 
     def units(self, *, everywhere: bool = False) -> tuple[Unit, ...]:
-        """Return embedding, blocks and head in forward order, every parameter in exactly one of them.
+        """Return embedding, blocks and head in forward order; each parameter belongs to exactly one.
 
-        ``everywhere``: of the whole model, also what is not held and has no memory.
+        ``everywhere``: of the whole model, other processes' parts included, which have no memory.
         """
         blocks = ((f"block.{i}", block) for i, block in enumerate(self.blocks))
         named = [("embedding", self.embedding), *blocks, ("head", self.head)]
@@ -133,6 +133,6 @@ class BlockModel(nn.Module):
         return tuple(units)
 
     def named_unit_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter once, in unit order, a unit's trained ones first."""
+        """Yield every parameter once, in unit order; trained ones of a unit first."""
         for unit in self.units():
             yield from (*unit.parameters, *unit.frozen)

@@ -17,8 +17,8 @@ def build_model(
 ) -> BlockModel:  # fmt: skip
     """Return a model with uninitialised parameters of ``dtype`` on ``device`` (``meta`` allocates nothing).
 
-    Each unit is made within ``block_scope``, which may give its parameters no memory at all; ``part`` is what is held.
-    A head without the embedding holds a tied matrix once more.
+    Each unit is made within ``block_scope``, which may leave its parameters without memory; ``part`` is this process's
+    part. A head without the embedding has its own copy of a tied matrix.
     """
     with torch.device(device):
         with block_scope(-1):

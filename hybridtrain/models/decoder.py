@@ -26,11 +26,11 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
 _GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": swiglu, "gelu_tanh": geglu}
-"""Of gate and up projection: activation(gate) * up."""
+"""activation(gate) * up, by activation."""
 
 
 def norm_of(config: ModelConfig, size: int, dtype: torch.dtype) -> nn.Module:
-    """Return the family's norm over ``size`` elements."""
+    """Return the family's norm layer for ``size`` elements."""
     if config.architecture.norm == "layer":
         return LayerNorm(size, config.norm_eps, dtype)
     return RmsNorm(size, config.norm_eps, dtype, plus_one=config.architecture.norm == "rms_plus_one")
@@ -44,7 +44,7 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 
 
 class Embedding(nn.Module):
-    """Token embedding, scaled or not, and learned positions where they do not enter in the attention."""
+    """Token embedding, scaled in some families, and learned positions unless they are rotary."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on a residual branch; what ``block_shapes`` does not name is not there."""
+    """Attention and feed-forward, each on a residual branch, with the parameters of ``block_shapes``."""
 
     attention_norm: nn.Module
     qkv: Linear
@@ -105,7 +105,7 @@ class Block(nn.Module):
         self.scale_and_softcap = config.query_scale or None, config.attention_softcap
         self.attention: AttentionFunction = ATTENTION[Attention.FLASH]
         self.adds_in_matmul = not (self.parts.norm_placement != "pre" or self.parts.out_bias or config.dropout)
-        """The last matmul of a branch adds the residual stream itself."""
+        """Whether the last matmul of a branch adds the residual stream itself."""
         self.experts = config.experts
         shapes = block_shapes(config)
         for path, shape in shapes.items():
@@ -124,7 +124,7 @@ class Block(nn.Module):
         self, hidden_BTD: Tensor, documents: Documents | None = None, balance: BalanceLoss | None = None, *,
         computes_output: bool = True,
     ) -> Tensor:  # fmt: skip
-        """Return hidden_BTD; without ``computes_output`` its values are undefined, but it can be differentiated."""
+        """Return hidden_BTD; without ``computes_output`` its values are undefined, but gradients are right."""
         if self.adds_in_matmul:
             attended_BTD = self._attend(self.attention_norm(hidden_BTD), documents)
             hidden_BTD = add_linear(hidden_BTD, attended_BTD, self.attention_out)

@@ -1,8 +1,7 @@
-"""Feed-forward parts of which a router picks a few for each token (Shazeer et al., 1701.06538).
+"""Mixture of experts: a router picks a few feed-forward parts per token (Shazeer et al., 1701.06538).
 
-B batch, T sequence, M = B * T tokens, D width, E experts, S experts of a token, P = M * S rows, F feed-forward. Every
-size is the same wherever tokens go. Each sum has an order of its own on every device: rows come and go by permutations,
-no two of them are added by chance.
+B batch, T sequence, M = B * T tokens, D width, E experts, S experts of a token, P = M * S rows, F feed-forward. Sizes
+do not depend on the routing. Sums have a fixed order on every device, as rows are permuted, not added atomically.
 """
 
 from collections.abc import Callable
@@ -18,30 +17,30 @@ from hybridtrain.models.model_config import Experts
 from hybridtrain.models.widening import widened
 
 GatedActivation = Callable[[Tensor, Tensor], Tensor]
-"""Of gate and up projection."""
+"""Gate and up projection -> activation(gate) * up."""
 
 
 @dataclass(slots=True, eq=False)
 class BalanceLoss:
     """The load-balancing loss of a micro-batch, pooled over all blocks as transformers' ``load_balancing_loss_func``.
 
-    It is E * sum over experts of the share of tokens that an expert gets times its mean chance (Fedus et al.,
-    2101.03961, equation 4; of S experts a token counts S times). A token counts once in every block, padding never.
+    E * sum over experts of (share of tokens * mean router probability) (Fedus et al., 2101.03961, equation 4; a token
+    of S experts counts S times). Padding does not count.
     """
 
     rows_E: Tensor
-    """int64: tokens that experts got in the blocks so far."""
+    """int64: tokens per expert in the blocks so far."""
     scale: float
     """Factor of the gradient."""
     num_tokens: int
-    """Those that count, of all blocks."""
+    """Tokens that count, over all blocks."""
     counted_BT: Tensor | None = None
-    """bool: which positions count; None: all do."""
+    """bool: which positions count; None: all."""
     is_counting: bool = True
-    """False in the backward pass, where blocks that are run again were counted before."""
+    """Whether counting is on; off in the backward pass, where recomputed blocks were counted before."""
 
     def count(self, expert_MS: Tensor, ends_E: Tensor) -> None:
-        """Add the tokens that the experts of a block get."""
+        """Add the tokens per expert of a block."""
         if not self.is_counting:
             return
         if self.counted_BT is None:
@@ -61,8 +60,8 @@ def mix_experts(
 ) -> Tensor:
     """Return the weighted sum of each token's expert outputs, as Mixtral does (2401.04088).
 
-    ``weights`` are gate and up projections (E, F, D) and output projections (E, D, F); ``balance`` is differentiated
-    beside the output.
+    ``weights`` are gate and up projections (E, F, D) and output projections (E, D, F); ``balance`` adds its gradient to
+    the output's.
     """
     x_MD = x_BTD.flatten(0, -2)
     chances_ME = _scores(x_MD, router_ED).float().softmax(-1)

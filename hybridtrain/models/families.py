@@ -1,8 +1,7 @@
 """Decoder families as data, one entry each: the parts of the decoder, and transformers' names. No torch.
 
-What one model has (sizes, windows, soft caps, angles) is in ``model_config.ModelConfig``. A family whose parts are all
-known is one more entry. Names of weights are those on disk: transformers 5 stacks experts in memory, and writes one
-tensor for each expert as transformers 4 did.
+Settings of a single model (sizes, windows, soft caps, angles) are in ``model_config.ModelConfig``. Weight names are
+those on disk: transformers 5 stacks experts only in memory.
 """
 
 from collections.abc import Mapping
@@ -17,38 +16,38 @@ Family: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfMultimodal:
-    """transformers' class of a decoder with parts beside it; the decoder's keys lie in ``text_config``."""
+    """transformers' multimodal class around a decoder, whose keys are in ``text_config``."""
 
     architecture: str
     model_type: str
     is_tied: bool
-    """Where ``tie_word_embeddings`` is missing, which lies outside of ``text_config``."""
+    """Default of ``tie_word_embeddings``, which is outside of ``text_config``."""
     text: Mapping[str, Any]
-    """Sizes where they are missing: files on the hub leave out the text class's defaults."""
+    """Default sizes: files on the hub omit the text class's defaults."""
     prefixes: Mapping[str, str]
-    """Of the text part's tensors, on the hub and in transformers' memory, and those of the text model alone."""
+    """Prefixes of the text part's tensors: hub name and transformers' name -> name in the text model alone."""
     beside: tuple[str, ...]
-    """Prefixes of the tensors of other parts."""
+    """Prefixes of the other parts' tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfFamily:
-    """transformers' class of a family: its keys in ``config.json``, its names of weights."""
+    """transformers' class of a family: its keys in ``config.json`` and its weight names."""
 
     architecture: str
     model_type: str
     defaults: Mapping[str, Any]
-    """Of the class, where a key is missing and that is not a fault."""
+    """The class's defaults for keys that may be missing."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that change what is computed, and the only value that the decoder has; missing or null is as good."""
+    """Keys with only one supported value, and that value; missing or null is allowed."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Keys that LLaMA's class spells otherwise: LLaMA's and the family's."""
+    """Keys with another name than in LLaMA's class: LLaMA's -> the family's."""
     window: Literal["none", "all", "layers"] = "none"
-    """Which blocks a ``sliding_window`` is in: all, or those that the layers' types, or older keys, name."""
+    """Which blocks have a ``sliding_window``: none, all, or those in layer_types or older keys."""
     multimodal: HfMultimodal | None = None
     block_prefix: str = "model.layers.{block}."
     weights: Mapping[str, str] = field(default_factory=dict)
-    """Weights with other names than ``WEIGHT_NAMES``."""
+    """Weight names that differ from ``WEIGHT_NAMES``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,30 +55,30 @@ class Architecture:
     """The parts of a decoder. Defaults are LLaMA's (2302.13971)."""
 
     title: str
-    """Its name in sentences."""
+    """Family name in messages."""
     hf: HfFamily = field(compare=False)
     norm: Literal["layer", "rms", "rms_plus_one"] = "rms"
-    """``rms_plus_one``: root mean square, and what is stored is the weight less 1."""
+    """``rms_plus_one``: RMS norm whose stored weight is the weight minus 1."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Before each branch, on what it adds to the residual stream, or both."""
+    """pre: before each branch; post: on its output; sandwich: both."""
     positions: Literal["learned", "rotary"] = "rotary"
     fuses_qkv: bool = False
-    """Query, key and value come from one matrix, in this order."""
+    """Whether query, key and value are one matrix, in this order."""
     fuses_gate_up: bool = False
-    """Gate and up projection are one matrix, the gate first."""
+    """Whether gate and up projection are one matrix, gate first."""
     qkv_bias: bool = False
     out_bias: bool = False
-    """Of the projections onto the residual stream, and of the feed-forward's first."""
+    """Whether attention's and the feed-forward's output projections have a bias."""
     qk_norm: Literal["none", "head", "width"] = "none"
-    """Queries and keys are normalised: each head by itself, or all heads as one vector."""
+    """Norm of queries and keys: per head, or over all heads as one vector."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     is_gated: bool = True
-    """The feed-forward part is ``out(activation(gate(x)) * up(x))``, not ``out(activation(up(x)))``."""
+    """Whether the feed-forward is ``out(activation(gate(x)) * up(x))`` instead of ``out(activation(up(x)))``."""
     scales_embedding: bool = False
-    """Embeddings are multiplied by sqrt(width), rounded to the type of the weights."""
+    """Whether embeddings are multiplied by sqrt(width), rounded to the weights' dtype."""
     has_experts: bool = False
     groups_heads: bool = True
-    """There may be fewer key/value heads than query heads."""
+    """Whether there may be fewer key/value heads than query heads."""
     has_dropout: bool = False
 
 
@@ -93,7 +92,7 @@ WEIGHT_NAMES: Final[Mapping[str, str]] = {
     "router": "mlp.gate", "experts_gate": "mlp.experts.{expert}.gate_proj",
     "experts_up": "mlp.experts.{expert}.up_proj", "experts_out": "mlp.experts.{expert}.down_proj",
 }  # fmt: skip
-"""Our names and transformers', of embedding, head and a block's parts, as most families have them."""
+"""Our parameter names -> transformers' usual ones, for embedding, head and block."""
 
 _LLAMA: Final = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 _GEMMA: Final = {

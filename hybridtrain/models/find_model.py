@@ -21,10 +21,10 @@ _YES = {"1", "ON", "YES", "TRUE"}
 
 
 def find_model(text: str) -> ModelConfig:
-    """Return the shape of a named model; raises ``ConfigError`` if there is none, or its file is faulty.
+    """Return the shape of a named model; raises ``ConfigError`` if it is unknown or its file is invalid.
 
-    ``text`` is a preset's name; a ``.toml`` file with a shape; a Hugging Face folder, or its ``config.json``; or a name
-    on the hub as ``Qwen/Qwen3-8B``, of which ``config.json`` alone is fetched.
+    ``text`` is a preset's name; a ``.toml`` file with a shape; a Hugging Face folder, or its ``config.json``; or a hub
+    id such as ``Qwen/Qwen3-8B``, of which only ``config.json`` is downloaded.
     """
     path = Path(text)
     if text in PRESETS:
@@ -36,9 +36,7 @@ def find_model(text: str) -> ModelConfig:
     if _HUB_ID.fullmatch(text):
         return model_config_from_hf(_fetched(text))
     if "/" in text:
-        fault = (
-            f"'{text}' is not a folder here, and not a valid name on the hub; give a Hugging Face folder, or ORG/NAME"
-        )
+        fault = f"'{text}' is neither a folder nor a hub id; give a Hugging Face folder, or ORG/NAME"
         raise ConfigError("model", [fault])
     return model_preset(text)
 

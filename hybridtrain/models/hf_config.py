@@ -1,7 +1,7 @@
 """Model shapes from Hugging Face's ``config.json`` and back, as transformers 4 and 5 spell it.
 
-A key that transformers' own class of the family does not read is not read here either. Of a model that sees images
-too, the text part alone is read. Dropout of attention weights is passed over: no decoder here has it (ARCHITECTURE.md).
+Keys that transformers' class of the family ignores are ignored. Of a multimodal model only the text part is read.
+Attention dropout is ignored, as no decoder here has it.
 """
 
 import json
@@ -22,19 +22,19 @@ _SIZES: Final = {
     "vocab_size": "vocab_size", "max_seq_len": "max_position_embeddings", "num_blocks": "num_hidden_layers",
     "width": "hidden_size", "num_heads": "num_attention_heads", "ffn_width": "intermediate_size",
 }  # fmt: skip
-"""Our fields and transformers' keys."""
+"""Our field names -> transformers' keys."""
 _ACTIVATIONS: Final = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new")}
-"""Names that transformers has for ours; the first is written."""
+"""transformers' spellings of our values; the first is written."""
 _SCALING_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "linear": (), "llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")
 }  # fmt: skip
 
 
 def model_config_from_hf(source: Mapping[str, JsonValue] | Path) -> ModelConfig:
-    """Return the shape of a transformers model by the content of its ``config.json``, that file, or its folder.
+    """Return the shape of a transformers model from its ``config.json``: the content, the file or its folder.
 
     Raises:
-        ConfigError: the file cannot be read, or asks for what the decoder does not have; each fault names its key.
+        ConfigError: the file cannot be read or is not supported; each fault states its key.
     """
     if not isinstance(source, Path):
         return _read(source, "config.json")
@@ -42,12 +42,12 @@ def model_config_from_hf(source: Mapping[str, JsonValue] | Path) -> ModelConfig:
 
 
 def read_hf_config(source: Path) -> dict[str, JsonValue]:
-    """Return the content of a ``config.json``, or that of a folder; raises ``ConfigError``: it cannot be read."""
+    """Return the content of a ``config.json`` file or of the one in a folder; raises ``ConfigError`` if unreadable."""
     return read_json(source / "config.json" if source.is_dir() else source, "give the file that transformers wrote")
 
 
 def read_json(path: Path, remedy: str) -> dict[str, JsonValue]:
-    """Return the JSON object in a file; raises ``ConfigError`` with ``remedy`` if there is none."""
+    """Return the JSON object in a file; raises ``ConfigError`` with ``remedy`` if it is unreadable or not an object."""
     try:
         mapping = json.loads(read_plain(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -57,7 +57,7 @@ def read_json(path: Path, remedy: str) -> dict[str, JsonValue]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(str(path), [f"is not JSON ({error}); {remedy}"]) from error
     if not isinstance(mapping, dict):
-        raise ConfigError(str(path), [f"holds no JSON object; {remedy}"])
+        raise ConfigError(str(path), [f"is not a JSON object; {remedy}"])
     return mapping
 
 
@@ -74,7 +74,7 @@ def hf_text_config(mapping: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
 
 
 def is_multimodal(mapping: Mapping[str, JsonValue]) -> bool:
-    """Return whether ``config.json`` is that of a multimodal model, of which only the text model is read."""
+    """Return whether ``config.json`` is of a multimodal model, of which only the text model is read."""
     return _multimodal(mapping) is not None
 
 
@@ -88,7 +88,7 @@ def _multimodal(mapping: Mapping[str, JsonValue]) -> HfFamily | None:
 
 
 def hf_architectures() -> dict[str, Family]:
-    """Return the architectures that are read, by transformers' names, and our families."""
+    """Return the supported architectures: transformers' names -> our families."""
     return {spelling.architecture: name for spelling, name in _spellings()}
 
 
@@ -99,9 +99,9 @@ def _spellings() -> list[tuple[HfFamily | HfMultimodal, Family]]:
 
 
 def hf_config_of(model: ModelConfig) -> JsonMapping:
-    """Return ``config.json`` of a shape, without the type of the weights and the tokens of a tokenizer.
+    """Return the ``config.json`` of a shape, without dtype and special tokens.
 
-    Raises ``ConfigError`` where transformers' class of the family has no key for what is asked.
+    Raises ``ConfigError`` if transformers' class of the family cannot express it.
     """
     hf = model.architecture.hf
     values: JsonMapping = {theirs: getattr(model, ours) for ours, theirs in _SIZES.items()}
@@ -132,7 +132,7 @@ def hf_config_of(model: ModelConfig) -> JsonMapping:
     names = (declared.name for declared in fields(ModelConfig))
     pairs = ((name, getattr(model, name), getattr(again, name)) for name in names)
     faults = [
-        f"{name}: {value} cannot be expressed in a config.json of {hf.architecture}; use {read}"
+        f"{name}: {value} is not possible in a config.json of {hf.architecture}; use {read}"
         for name, value, read in pairs
         if value != read
     ]
@@ -195,20 +195,20 @@ class _Keys:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, key: str) -> JsonValue:
-        """Return a value, or the default of its class, or None."""
+        """Return a value, else its class's default, else None."""
         key = self.renamed.get(key, key)
         return self.mapping.get(key, self.defaults.get(key))
 
     def refuse(self, key: str, sentence: str) -> None:
         name = self.renamed.get(key, key)
-        self.faults.append(f"{self.path}{name}: {json.dumps(self.get(key))} cannot be; {sentence}")
+        self.faults.append(f"{self.path}{name}: {json.dumps(self.get(key))} is not supported; {sentence}")
 
     def integer(self, key: str, least: int = 1, missing: int | None = None) -> int:
         value = self.get(key)
         if value is None and missing is not None:
             return missing
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.refuse(key, f"a whole number of at least {least} is required")
+            self.refuse(key, f"an integer of at least {least} is required")
             return least
         return value
 
@@ -222,7 +222,7 @@ class _Keys:
         return value
 
     def table(self, key: str, defaults: Mapping[str, JsonValue]) -> "_Keys":
-        """Return the keys of an object; null and a missing one are empty."""
+        """Return the keys of an object; empty for null and missing ones."""
         value = self.get(key)
         if value is not None and not isinstance(value, dict):
             self.refuse(key, "an object or null is required")
@@ -241,10 +241,10 @@ def _read(mapping: Mapping[str, JsonValue], source: str) -> ModelConfig:
     keys = _Keys(hf_text_config(mapping), hf.defaults, faults, path, hf.renamed)
     for key, value in hf.fixed.items():
         if keys.get(key) not in (None, value):
-            keys.refuse(key, f"the decoder has {json.dumps(value)} alone")
+            keys.refuse(key, f"only {json.dumps(value)} is supported")
     activations = _ACTIVATIONS[parts.activation]
     if keys.get("hidden_act") not in (None, *activations):  # a list, if the file is damaged: no set holds it
-        keys.refuse("hidden_act", f"the decoder of {hf.architecture} has {' or '.join(activations)} alone")
+        keys.refuse("hidden_act", f"only {' or '.join(activations)} is supported in {hf.architecture}")
     sizes = {ours: keys.integer(theirs) for ours, theirs in _SIZES.items() if ours != "ffn_width"}
     width, num_heads = sizes["width"], sizes["num_heads"]
     sizes["ffn_width"] = keys.integer(_SIZES["ffn_width"], missing=4 * width if name == "gpt2" else None)
@@ -286,9 +286,9 @@ def _family(mapping: Mapping[str, JsonValue], source: str) -> Family:
             return known[value]
         if value is not None and ("text_config" in mapping or str(value).endswith("ForConditionalGeneration")):
             fault = (
-                f"{key}: {noun} '{value}' has parts beside its text model and is not read; of such models "
-                f"{', '.join(wholes)} is, of text models {', '.join(sorted({*architectures} - {*wholes}))}: give one "
-                "of these"
+                f"{key}: {noun} '{value}' is a multimodal model that is not supported; supported are "
+                f"{', '.join(wholes)}, and the text models {', '.join(sorted({*architectures} - {*wholes}))}: use one "
+                f"of these"
             )
             raise ConfigError(source, [fault])
         if value is not None:
@@ -299,7 +299,7 @@ def _family(mapping: Mapping[str, JsonValue], source: str) -> Family:
 def _dropout(keys: _Keys) -> float:
     residual = keys.number("resid_pdrop")
     if keys.number("embd_pdrop") != residual:
-        keys.refuse("embd_pdrop", f"the decoder has one dropout; make it resid_pdrop, {residual}")
+        keys.refuse("embd_pdrop", f"all dropouts must be equal; set it to resid_pdrop, {residual}")
     return residual
 
 
@@ -341,13 +341,13 @@ def _rope(keys: _Keys, hf: HfFamily, max_seq_len: int) -> tuple[float, float, fl
         rope, local = rope.table("full_attention", older), rope.table("sliding_attention", older_local)
     fraction = rope.number("partial_rotary_factor", missing=1.0)
     if fraction != 1 and hf.model_type != "phi3":
-        rope.refuse("partial_rotary_factor", f"heads of {hf.architecture} turn as a whole")
+        rope.refuse("partial_rotary_factor", f"partial rotary embedding is not supported in {hf.architecture}")
         fraction = 1.0
     theta, scaling, local_theta = rope.number("rope_theta"), _scaling(rope, max_seq_len), 0.0
     if "rope_local_base_freq" in hf.defaults:
         local_theta = local.number("rope_theta")
         if local.get("rope_type") not in (None, "default"):
-            local.refuse("rope_type", "blocks with a window have the default alone")
+            local.refuse("rope_type", "blocks with a sliding window support only the default")
     return theta, 0.0 if scaling is None and local_theta == theta else local_theta, fraction, scaling
 
 
@@ -357,7 +357,7 @@ def _scaling(rope: _Keys, max_seq_len: int) -> RopeScaling | None:
     if method in (None, "default"):
         return None
     if method not in ("linear", "llama3", "yarn"):
-        rope.refuse(key, "default, linear, llama3 and yarn can be run")
+        rope.refuse(key, "supported: default, linear, llama3, yarn")
         return None
     original = rope.integer("original_max_position_embeddings", missing=max_seq_len)
     factor = rope.number("factor", missing=max_seq_len / original if method == "yarn" else None)
@@ -377,7 +377,7 @@ def _scaling(rope: _Keys, max_seq_len: int) -> RopeScaling | None:
 
 def _attention_factor(rope: _Keys, factor: float) -> float:
     if rope.get("truncate") is False:
-        rope.refuse("truncate", "the bounds of the passage are whole here")
+        rope.refuse("truncate", "only true (whole bounds) is supported")
     if rope.get("attention_factor") is None and rope.get("mscale") and rope.get("mscale_all_dim"):
         above, below = (0.1 * rope.number(key) * math.log(factor) + 1 for key in ("mscale", "mscale_all_dim"))
         return above / below  # 1 + 0.1 m ln(factor), of both
@@ -390,7 +390,7 @@ def _experts(keys: _Keys, name: Family) -> Experts:
     count = keys.integer("num_experts" if keys.get("num_experts") is not None else "num_local_experts")
     per_token = keys.integer("num_experts_per_tok")
     if per_token > count:
-        keys.refuse("num_experts_per_tok", f"at most the number of experts, {count}, is allowed")
+        keys.refuse("num_experts_per_tok", f"at most the number of experts ({count}) is allowed")
     return Experts(
         count=count, per_token=min(per_token, count),
         ffn_width=keys.integer("intermediate_size" if is_mixtral else "moe_intermediate_size"),

@@ -38,7 +38,7 @@ class LayerNorm(nn.Module):
 class RmsNorm(nn.Module):
     """Root-mean-square normalisation with fp32 statistics.
 
-    ``plus_one``: what is stored is the weight less 1, as Gemma's checkpoints have it; the sum is taken in fp32.
+    ``plus_one``: the stored weight is the weight minus 1, as in Gemma; they are added in fp32.
     """
 
     def __init__(self, width: int, eps: float, dtype: torch.dtype, *, plus_one: bool = False) -> None:
@@ -55,7 +55,7 @@ class RmsNorm(nn.Module):
 class RotaryTable(nn.Module):
     """Cosine and sine of every position's angles, (max_seq_len, R) float32, shared by all blocks.
 
-    ``rotary_dim`` is 2 R, ``theta`` the base of the angles, ``scaling`` stretches them to longer texts.
+    ``rotary_dim`` is 2 R, ``theta`` the base of the angles, ``scaling`` extends them to longer contexts.
     """
 
     cos_TR: Tensor
@@ -93,7 +93,7 @@ def _yarn(frequencies_R: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     num = len(frequencies_R)
 
     def index(rotations: float) -> float:
-        """Of the frequency that makes so many."""
+        """Index of the frequency with that many rotations."""
         return num * math.log(scaling.original_max_seq_len / (rotations * 2 * math.pi)) / math.log(theta)
 
     low = max(math.floor(index(scaling.beta_fast)), 0)
@@ -109,7 +109,7 @@ _STRETCHED: dict[str, Callable[[Tensor, float, RopeScaling], Tensor]] = {
 
 
 class AttentionFunction(Protocol):
-    """``hybridkernels.flash_attention.causal_attention``, or another of its signature."""
+    """An attention function with the signature of ``hybridkernels.flash_attention.causal_attention``."""
 
     def __call__(
         self,
@@ -134,7 +134,7 @@ ATTENTION: dict[Attention, AttentionFunction] = {
 class Head(nn.Module):
     """Final norm and output projection, whose weight may be the token embedding's.
 
-    ``softcap`` is c of c * tanh(logit / c); 0: none.
+    ``softcap``: c in c * tanh(logit / c); 0: none.
     """
 
     def __init__(self, norm: nn.Module, weight_VD: nn.Parameter, softcap: float = 0.0) -> None:
@@ -158,8 +158,8 @@ class Head(nn.Module):
     ) -> Tensor:
         """Return the mean cross entropy in nats per token, a scalar float32.
 
-        ``chunk_tokens`` per slice of the logits, 0: in one piece; ``weight_VD`` stands in for ``self.weight``, detached
-        when its gradient is not wanted here; ``num_targets`` count, None has them counted.
+        ``chunk_tokens``: tokens per slice of the logits, 0: one piece. ``weight_VD`` replaces ``self.weight``, detached
+        if its gradient is not needed. ``num_targets``: targets that count; None: count them.
         """
         weight_VD = self.weight if weight_VD is None else weight_VD
         return self.projection_loss(
@@ -171,7 +171,7 @@ class Head(nn.Module):
         self, normed_BTD: Tensor, target_ids_BT: Tensor, *, chunk_tokens: int, weight_VD: Tensor,
         num_targets: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the mean cross entropy of already normalised hidden states."""
+        """Return the mean cross entropy of normalised hidden states."""
         targets = target_ids_BT.reshape(-1)
         if chunk_tokens:
             return linear_cross_entropy(
@@ -192,9 +192,9 @@ _STD = 0.02
 def fill_initial(name: str, values: Tensor, config: ModelConfig, generator: torch.Generator | None) -> None:
     """Fill ``values`` in place by the rule for the parameter's qualified name.
 
-    Norms multiply by 1 (Gemma's weights, stored less 1, are 0), biases are 0, everything else normal; projections onto
-    the residual stream are scaled by 1/sqrt(2 * num_blocks) (GPT-2's rule). ``generator`` is None on meta tensors,
-    where nothing is drawn.
+    Norms are 1 (Gemma's stored weights 0), biases 0, all else normal; projections onto
+    the residual stream are scaled by 1/sqrt(2 * num_blocks) (GPT-2's rule). ``generator`` is None for meta tensors,
+    which have no values.
     """
     if name.endswith("bias"):
         values.zero_()

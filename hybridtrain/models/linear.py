@@ -11,18 +11,18 @@ from hybridtrain.models.widening import widened
 
 
 class Linear(nn.Module):
-    """``x @ weight^T + bias`` with uninitialised parameters; torch's own layer initialises, minutes at 7B."""
+    """``x @ weight^T + bias`` with uninitialised parameters; torch's own layer initialises them, minutes at 7B."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
         self.adapter: nn.Module | None = None
-        """What is trained beside it (``models.adapter``)."""
+        """The adapter of this layer (``models.adapter``)."""
         self.is_ternary = False
 
     def forward(self, x: Tensor, *, computes_output: bool = True) -> Tensor:
-        """Return (..., out_features); without ``computes_output`` undefined values, but the right gradients."""
+        """Return (..., out_features); without ``computes_output`` values are undefined, but gradients are right."""
         if self.adapter is not None:
             return self.adapter(x, self.weight, self.bias, computes_output=computes_output)  # type: ignore[no-any-return]
         function = ternary_linear if self.is_ternary else outputless_linear
@@ -31,7 +31,7 @@ class Linear(nn.Module):
 
 
 def outputless_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, computes_output: bool) -> Tensor:
-    """Return ``x @ weight^T + bias``; without ``computes_output`` undefined values, but the right gradients."""
+    """Return ``x @ weight^T + bias``; without ``computes_output`` values are undefined, but gradients are right."""
     if computes_output:
         return functional.linear(x, weight, bias)
     out: Tensor = _OutputlessLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
@@ -39,10 +39,10 @@ def outputless_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, compute
 
 
 def add_linear(residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
-    """Return ``residual + linear(x)`` in one call: the sum is the matmul's own, nothing passes memory twice."""
+    """Return ``residual + linear(x)`` in one matmul, which avoids a pass over memory."""
     if linear.adapter is not None or linear.is_ternary:
         return residual + linear(x)  # type: ignore[no-any-return]
-    assert linear.bias is None, "the matmul adds one term only"
+    assert linear.bias is None, "a bias beside the residual"
     with widened(linear.weight) as weight:
         flat = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t())
     return flat.view(residual.shape)
@@ -68,7 +68,7 @@ class _OutputlessLinear(torch.autograd.Function):
 
 
 def dropout(x: Tensor, probability: float, *, training: bool) -> Tensor:
-    """Return x with elements dropped; one byte of mask per element on every device, nothing at probability 0."""
+    """Return x with dropout: a mask of one byte per element on every device; x itself at probability 0."""
     if not training or probability == 0:
         return x
     dropped, _mask = torch.native_dropout(x, probability, train=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from hybridtrain.config.decode import decode
-from hybridtrain.config.rules import Most, above_most, below_least, young
+from hybridtrain.config.rules import AtMost, added_field, below_least, faults_above_most
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.families import FAMILIES, Architecture, Family
 from hybridtrain.models.presets import SHAPES
@@ -14,32 +14,32 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan
 
 MOST_TOKENS: Final = 2**26
-"""Of one optimizer step: a batch of half a gigabyte of token ids."""
+"""Most tokens of one optimizer step: half a gigabyte of token ids."""
 _MOST_PARAMS: Final = 10**14
-"""Their bytes, a few times over, are still a 64-bit number."""
+"""Most parameters: a few times their bytes still fit a 64-bit integer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Rotary angles of a model that was stretched to longer texts."""
+    """Scaling of rotary angles for longer contexts."""
 
     method: Literal["linear", "llama3", "yarn"]
     """linear: every frequency / factor (2306.15595). llama3: low frequencies only, blended between two wavelengths
-    (Meta, Llama 3.1). yarn: by wavelength, and scores by a factor (2309.00071)."""
+    (Meta, Llama 3.1). yarn: by wavelength, and attention scores by a factor (2309.00071)."""
     factor: float
-    """By how much texts are longer."""
+    """Factor by which contexts are longer."""
     original_max_seq_len: int = 0
-    """Length that the model learned first; llama3 and yarn."""
+    """Original context length; for llama3 and yarn."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths above original / this are scaled."""
     high_freq_factor: float = 4.0
-    """llama3: wavelengths below original / this stay."""
+    """llama3: wavelengths below original / this are not scaled."""
     beta_fast: float = 32.0
-    """yarn: rotations over the original length above which a frequency stays."""
+    """yarn: frequencies with more rotations over the original length are not scaled."""
     beta_slow: float = 1.0
-    """yarn: rotations below which it is scaled."""
+    """yarn: frequencies with fewer rotations are scaled."""
     attention_factor: float = 0.0
-    """yarn: what cosines and sines are multiplied with; 0: 0.1 ln(factor) + 1."""
+    """yarn: factor on cosines and sines; 0: 0.1 ln(factor) + 1."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -61,24 +61,24 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Feed-forward parts that a router chooses from."""
+    """Feed-forward experts that a router chooses from."""
 
-    count: Annotated[int, Most(2**16)]
+    count: Annotated[int, AtMost(2**16)]
     """E."""
     per_token: int
-    """Experts that a token takes."""
-    ffn_width: Annotated[int, Most(2**22)]
+    """Experts per token."""
+    ffn_width: Annotated[int, AtMost(2**22)]
     """F of one expert."""
     shared_ffn_width: int = 0
-    """F of a part that every token takes besides; 0: there is none."""
+    """F of a shared expert, used by every token; 0: none."""
     normalizes: bool = True
-    """The weights of a token's experts are made to sum to 1."""
+    """Whether a token's expert weights are normalised to sum to 1."""
     balance_coefficient: float = 0.0
-    """Of the load-balancing loss (Fedus et al., 2101.03961), pooled over the blocks as transformers does, that is
-    differentiated beside the cross entropy of a micro-batch, with the same share of the step, and not told with it."""
+    """Factor of the load-balancing loss (Fedus et al., 2101.03961), pooled over the blocks as in transformers. It adds
+    to the gradients, not to the reported loss."""
 
     def __post_init__(self) -> None:
-        faults = below_least(self, ("count", "per_token", "ffn_width")) + above_most(self)
+        faults = below_least(self, ("count", "per_token", "ffn_width")) + faults_above_most(self)
         if self.per_token > self.count:
             faults.append(f"per_token: {self.per_token} must be at most count ({self.count})")
         if self.shared_ffn_width:
@@ -93,55 +93,55 @@ class ModelConfig:
     """The shape of a decoder-only transformer."""
 
     family: Family
-    """Says which parts the decoder is made of: an entry of ``families.FAMILIES``."""
-    vocab_size: Annotated[int, Most(2**24)]
-    """Tokens that there are; 256 for bytes."""
-    max_seq_len: Annotated[int, Most(MOST_TOKENS)]
+    """Family of the decoder: an entry of ``families.FAMILIES``."""
+    vocab_size: Annotated[int, AtMost(2**24)]
+    """Vocabulary size; 256 for bytes."""
+    max_seq_len: Annotated[int, AtMost(MOST_TOKENS)]
     """Positions: the longest sequence."""
-    num_blocks: Annotated[int, Most(2**12)]
+    num_blocks: Annotated[int, AtMost(2**12)]
     """Decoder blocks."""
-    width: Annotated[int, Most(2**20)]
+    width: Annotated[int, AtMost(2**20)]
     """Model dimension D."""
-    num_heads: Annotated[int, Most(2**16)]
+    num_heads: Annotated[int, AtMost(2**16)]
     """Query heads N."""
     num_kv_heads: int
     """Key/value heads K; GPT-2 has K = N."""
-    ffn_width: Annotated[int, Most(2**22)]
+    ffn_width: Annotated[int, AtMost(2**22)]
     """Feed-forward dimension F."""
     dropout: float = 0.0
-    """Probability after the embedding and on each residual branch; GPT-2 only, attention weights are never dropped."""
+    """Dropout after the embedding and on each residual branch; GPT-2 only, attention weights have none."""
     tied: bool = False
-    """The output projection is the token embedding."""
+    """Whether the output projection is the token embedding."""
     norm_eps: float = 1e-5
-    """Added to variances in norms."""
+    """Epsilon added to variances in norms."""
     rope_theta: float = 10000.0
-    """Base of the rotary angles, where positions are rotary."""
-    head_size: Annotated[int, Most(2**16)] = young(0)
-    """Head dim H where it is not width / num_heads; 0: it is."""
-    rope_scaling: RopeScaling | None = young(None)
-    """How angles are stretched beyond the length that the model first learned."""
-    rope_local_theta: float = young(0.0)
-    """Base of the angles in blocks with a sliding window; 0: as everywhere."""
-    rotary_fraction: float = young(1.0)
-    """Share of a head's dimensions that turn."""
-    sliding_window: Annotated[int, Most(MOST_TOKENS)] = young(0)
+    """Base of the rotary angles, for families with rotary positions."""
+    head_size: Annotated[int, AtMost(2**16)] = added_field(0)
+    """Head dim H; 0: width / num_heads."""
+    rope_scaling: RopeScaling | None = added_field(None)
+    """Scaling of rotary angles beyond the original context length."""
+    rope_local_theta: float = added_field(0.0)
+    """Base of the angles in blocks with a sliding window; 0: rope_theta."""
+    rotary_fraction: float = added_field(1.0)
+    """Fraction of a head's dimensions with rotary embedding."""
+    sliding_window: Annotated[int, AtMost(MOST_TOKENS)] = added_field(0)
     """Tokens that a token attends to, itself included, in blocks with a window; 0: all before it."""
-    window_pattern: tuple[bool, ...] = young((True,))
-    """Which blocks have the window, repeated over all blocks."""
-    attention_softcap: float = young(0.0)
-    """c of c * tanh(score / c); 0: none."""
-    logit_softcap: float = young(0.0)
-    """The same of the logits."""
-    query_scale: float = young(0.0)
-    """What scores are multiplied with; 0: 1/sqrt(head_dim)."""
-    experts: Experts | None = young(None)
-    """Feed-forward parts of which each token takes a few; None: one, for all tokens."""
+    window_pattern: tuple[bool, ...] = added_field((True,))
+    """Which blocks have the window: a pattern repeated over all blocks."""
+    attention_softcap: float = added_field(0.0)
+    """Soft cap c on scores, c * tanh(score / c); 0: none."""
+    logit_softcap: float = added_field(0.0)
+    """Soft cap on the logits; 0: none."""
+    query_scale: float = added_field(0.0)
+    """Factor on attention scores; 0: 1/sqrt(head_dim)."""
+    experts: Experts | None = added_field(None)
+    """Experts, of which each token uses a few; None: a dense feed-forward."""
 
     def __post_init__(self) -> None:
         faults = below_least(
             self, ("vocab_size", "max_seq_len", "num_blocks", "width", "num_heads", "num_kv_heads", "ffn_width")
         )
-        faults += above_most(self)
+        faults += faults_above_most(self)
         if self.family not in FAMILIES:
             faults.append(f"family: {unknown_name('family', self.family, FAMILIES)}")
         if not faults:
@@ -175,13 +175,13 @@ class ModelConfig:
         if self.architecture.positions == "learned":
             for name, default in {"rope_scaling": None, "rope_local_theta": 0.0, "rotary_fraction": 1.0}.items():
                 if getattr(self, name) != default:
-                    yield f"{name}: {getattr(self, name)} has no meaning in {self.architecture.title}; leave it out"
+                    yield f"{name}: {getattr(self, name)} is not used by {self.architecture.title}; remove it"
         elif self.rope_theta <= 0:
             yield f"rope_theta: {self.rope_theta} must be above 0"
         if not self.window_pattern:
             yield "window_pattern: empty; give at least one true or false"
         if self.sliding_window == 0 and (self.window_pattern != (True,) or self.rope_local_theta):
-            yield "sliding_window: 0 leaves window_pattern and rope_local_theta without meaning; set it, or drop them"
+            yield "sliding_window: 0 disables window_pattern and rope_local_theta; set it, or remove them"
 
     def _number_faults(self) -> Iterator[str]:
         not_negative = (
@@ -192,7 +192,7 @@ class ModelConfig:
         if self.architecture.has_experts and experts is None:
             yield f"experts: missing; {title} needs a table with count, per_token and ffn_width"
         if experts is not None and not self.architecture.has_experts:
-            yield f"experts: {experts.count} experts are given, but {title} has none; drop the table"
+            yield f"experts: {experts.count} experts are given, but {title} is dense; remove the table"
 
     @property
     def architecture(self) -> Architecture:
@@ -201,12 +201,12 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """H: D / N unless ``head_size`` says otherwise."""
+        """H: D / N unless ``head_size`` is set."""
         return self.head_size or self.width // self.num_heads
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that turn; 0: positions are learned."""
+        """Rotated dimensions of a head; 0: positions are learned."""
         return 0 if self.architecture.positions == "learned" else int(self.head_dim * self.rotary_fraction)
 
     def window_of(self, block: int) -> int:
@@ -215,7 +215,7 @@ class ModelConfig:
 
     @property
     def num_params(self) -> int:
-        """Parameters, a tied weight counted once (arithmetic)."""
+        """Number of parameters, a tied weight counted once (arithmetic)."""
         embedding = self.vocab_size * self.width
         positions = self.max_seq_len * self.width if self.architecture.positions == "learned" else 0
         norm = 2 * self.width if self.architecture.norm == "layer" else self.width
@@ -298,14 +298,14 @@ def _check_tokens(workload: object, sequences: str, num_tokens: int) -> None:
     faults = below_least(workload, (sequences, "seq_len"))
     if num_tokens > MOST_TOKENS:
         faults.append(
-            f"seq_len: times {sequences} is {num_tokens} tokens; must be at most {MOST_TOKENS}; lower one of them"
+            f"seq_len times {sequences} is {num_tokens} tokens; allowed are at most {MOST_TOKENS}; lower one of them"
         )
     if faults:
         raise ValueError("\n".join(faults))
 
 
 def check_workload(model: ModelConfig, workload: Workload) -> None:
-    """Raise ``ConfigError`` when the model has fewer positions than the workload asks for."""
+    """Raise ``ConfigError`` if the workload's sequences exceed the model's positions."""
     if workload.seq_len > model.max_seq_len:
         fault = f"seq_len: {workload.seq_len} is above the model's max_seq_len ({model.max_seq_len}); lower it"
         raise ConfigError("workload", [fault])
@@ -313,7 +313,7 @@ def check_workload(model: ModelConfig, workload: Workload) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchWorkload:
-    """The batch of one optimizer step, the same for every stack; accumulation splits it into micro-batches."""
+    """The batch of one optimizer step, equal for all stacks; accumulation splits it into micro-batches."""
 
     batch_size: int
     """Sequences per optimizer step."""
@@ -324,9 +324,9 @@ class BatchWorkload:
         _check_tokens(self, "batch_size", self.batch_size * self.seq_len)
 
     def micro_batch(self, plan: MemoryPlan) -> Workload:
-        """Return a micro-batch's workload under a plan; raises ``ConfigError``: the batch has no equal parts."""
+        """Return a micro-batch's workload under a plan; raises ``ConfigError`` if the batch is not divisible."""
         steps = plan.for_phase(Phase.FULL).grad_accum_steps
         if self.batch_size % steps:
-            fault = f"batch_size: {self.batch_size} must be a multiple of the micro-batches of a step ({steps})"
+            fault = f"batch_size: {self.batch_size} must be a multiple of grad_accum_steps ({steps})"
             raise ConfigError("workload", [f"{fault}; change batch_size, or grad_accumulation's grad_accum_steps"])
         return Workload(micro_batch_size=self.batch_size // steps, seq_len=self.seq_len)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.hf_config import model_config_from_hf
 from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
@@ -11,16 +11,16 @@ from hybridtrain.models.model_config import PRESETS, ModelConfig, model_preset
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A preset by name, a shape of one's own, or that of a Hugging Face folder; and where first weights are."""
+    """A model's shape (a preset, sizes, or a Hugging Face folder), and the source of its initial weights."""
 
     preset: str | None = None
-    """A name of ``hybridtrain list models``."""
+    """Name of a preset (``hybridtrain list models``)."""
     shape: ModelConfig | None = None
-    """Numbers of one's own."""
-    folder: Path | None = young(None)
-    """With a ``config.json``; its weights are not read."""
-    init_from: Path | None = young(None)
-    """Folder with the first weights; where nothing else tells the shape, its ``config.json`` does."""
+    """Sizes of the model."""
+    folder: Path | None = added_field(None)
+    """Folder with a ``config.json``; its weights are not read."""
+    init_from: Path | None = added_field(None)
+    """Folder with the initial weights; without preset, shape or folder its ``config.json`` gives the shape."""
 
     def __post_init__(self) -> None:
         num_shapes = sum(given is not None for given in (self.preset, self.shape, self.folder))
@@ -44,5 +44,5 @@ class ModelSpec:
         if self.preset is not None:
             return model_preset(self.preset)
         folder = self.init_from if self.folder is None else self.folder
-        assert folder is not None, "checked at construction"
+        assert folder is not None, "no shape after construction"
         return model_config_from_hf(folder)

@@ -27,7 +27,7 @@ _COMMON: Mapping[str, Values] = {
     "olmo2": {"vocab_size": 100352, "max_seq_len": 4096, "norm_eps": 1e-6, "rope_theta": 500000.0},
     "mixtral": {"rope_theta": 1e6},
 }  # fmt: skip
-"""What most members of a family share."""
+"""Common values of a family's presets."""
 
 
 def _shape(
@@ -53,6 +53,20 @@ def _llama3(
     length = 131072 if factor else 8192
     more |= {"vocab_size": 128256, "max_seq_len": length, "rope_theta": 500000.0}
     return _shape("llama", num_blocks, width, heads, ffn_width, **more)
+
+
+def _smollm2(num_blocks: int, width: int, heads: tuple[int, int], ffn_width: int, rope_theta: float) -> Values:
+    return _shape(
+        "llama", num_blocks, width, heads, ffn_width, vocab_size=49152, max_seq_len=8192, tied=True,
+        rope_theta=rope_theta,
+    )  # fmt: skip
+
+
+def _falcon3(num_blocks: int) -> Values:
+    return _shape(
+        "llama", num_blocks, 3072, (12, 4), 23040, head_size=256, vocab_size=131072, max_seq_len=32768, norm_eps=1e-6,
+        rope_theta=1000042.0,
+    )  # fmt: skip
 
 
 def _mixtral(num_blocks: int, width: int, num_heads: int, ffn_width: int, vocab_size: int, length: int) -> Values:
@@ -82,8 +96,19 @@ SHAPES: Mapping[str, Values] = {
     "llama-3.1-70b": _llama3(80, 8192, (64, 8), 28672, 8),
     "llama-3.2-1b": _llama3(16, 2048, (32, 8), 8192, 32, tied=True),
     "llama-3.2-3b": _llama3(28, 3072, (24, 8), 8192, 32, tied=True),
+    "smollm2-135m": _smollm2(30, 576, (9, 3), 1536, 1e5),
+    "smollm2-360m": _smollm2(32, 960, (15, 5), 2560, 1e5),
+    "smollm2-1.7b": _smollm2(24, 2048, (32, 32), 8192, 1.3e5),
+    "falcon3-7b": _falcon3(28),
+    "falcon3-10b": _falcon3(40),
     "mistral-7b-v0.1": _shape("mistral", 32, 4096, (32, 8), 14336, vocab_size=32000, sliding_window=4096),
     "mistral-7b-v0.3": _shape("mistral", 32, 4096, (32, 8), 14336, vocab_size=32768, rope_theta=1e6),
+    "mistral-nemo-12b": _shape(
+        "mistral", 40, 5120, (32, 8), 14336, head_size=128, vocab_size=131072, max_seq_len=128000, rope_theta=1e6
+    ),
+    "mistral-small-24b": _shape(
+        "mistral", 40, 5120, (32, 8), 32768, head_size=128, vocab_size=131072, rope_theta=1e8
+    ),
     "qwen2.5-0.5b": _shape("qwen2", 24, 896, (14, 2), 4864, vocab_size=151936, max_seq_len=32768, tied=True),
     "qwen2.5-1.5b": _shape("qwen2", 28, 1536, (12, 2), 8960, vocab_size=151936, tied=True),
     "qwen2.5-3b": _shape("qwen2", 36, 2048, (16, 2), 11008, vocab_size=151936, max_seq_len=32768, tied=True),
@@ -104,6 +129,10 @@ SHAPES: Mapping[str, Values] = {
     "gemma-2-2b": _shape("gemma2", 26, 2304, (8, 4), 9216, head_size=256),
     "gemma-2-9b": _shape("gemma2", 42, 3584, (16, 8), 14336, head_size=256),
     "gemma-2-27b": _shape("gemma2", 46, 4608, (32, 16), 36864, head_size=128, query_scale=144**-0.5),
+    "gemma-3-270m": _shape(
+        "gemma3", 18, 640, (4, 1), 2048, head_size=256, vocab_size=262144, max_seq_len=32768, sliding_window=512,
+        rope_scaling=None,
+    ),
     "gemma-3-1b": _shape(
         "gemma3", 26, 1152, (4, 1), 6912, head_size=256, vocab_size=262144, max_seq_len=32768, sliding_window=512,
         rope_scaling=None,
@@ -119,7 +148,8 @@ SHAPES: Mapping[str, Values] = {
     "olmo-2-1b": _shape("olmo2", 16, 2048, (16, 16), 8192),
     "olmo-2-7b": _shape("olmo2", 32, 4096, (32, 32), 11008),
     "olmo-2-13b": _shape("olmo2", 40, 5120, (40, 40), 13824),
+    "olmo-2-32b": _shape("olmo2", 64, 5120, (40, 8), 27648),
     "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000, 32768),
     "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32768, 65536),
 }  # fmt: skip
-"""Gemma 3 above 1b is the text part. A window of ``qwen2.5`` is not in use."""
+"""Gemma 3 above 1b is the text part. The sliding window of ``qwen2.5`` is disabled, as in its config.json."""

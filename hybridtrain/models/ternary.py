@@ -1,6 +1,6 @@
-"""Linear layers of three values, trained through them: BitNet b1.58 (2402.17764, 2410.16144).
+"""Linear layers with ternary weights: BitNet b1.58 (2402.17764, 2410.16144).
 
-x (..., D), weight (F, D). Both are rounded on the way in; the gradient passes the rounding as if it were not there.
+x (..., D), weight (F, D). Both are rounded, with straight-through gradients.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _EPS = 1e-5
-"""Least divisor, as in Microsoft's training recipe."""
+"""Smallest divisor, as in Microsoft's training recipe."""
 _LARGEST = 127.0
 
 
@@ -21,7 +21,7 @@ def ternary_weight(weight_FD: Tensor) -> Tensor:
 
 
 def int8_activation(x: Tensor) -> Tensor:
-    """Return x on the 255 even steps that span the largest magnitude of each token."""
+    """Quantize x to 255 even steps over each token's largest magnitude."""
     steps = _LARGEST / x.abs().amax(-1, keepdim=True).clamp(min=_EPS)
     return x.mul(steps).round_().clamp_(-_LARGEST - 1, _LARGEST).div_(steps)
 
@@ -48,6 +48,6 @@ class _TernaryLinear(torch.autograd.Function):
 
 
 def ternary_linear(x: Tensor, weight_FD: Tensor, bias_F: Tensor | None, *, computes_output: bool) -> Tensor:
-    """Return int8(x) @ ternary(weight)^T + bias; without ``computes_output`` undefined values, right gradients."""
+    """Return int8(x) @ ternary(weight)^T + bias; without ``computes_output`` values are undefined, gradients right."""
     out: Tensor = _TernaryLinear.apply(x, weight_FD, bias_F, computes_output)  # type: ignore[no-untyped-call]
     return out

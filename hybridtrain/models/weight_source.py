@@ -1,4 +1,4 @@
-"""Sources of a model's first values, other than its rule for random ones. P elements of a flat slice."""
+"""Sources of a model's initial values, other than random ones. P elements of a flat slice."""
 
 from typing import Protocol
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class WeightSource(Protocol):
-    """Values by the model's own names for its parameters."""
+    """Source of initial values, by the model's own parameter names."""
 
     def read(self, name: str, part: slice) -> Tensor:
-        """Return elements ``part`` of a parameter, (P,) on the CPU, in the floating point type that they are kept in.
+        """Return elements ``part`` of a parameter, (P,) on the CPU, in their stored floating-point dtype.
 
-        ``name`` is as ``BlockModel.named_unit_parameters`` yields it. Raises ``ConfigError`` where they cannot be read.
+        ``name`` is as ``BlockModel.named_unit_parameters`` yields it. Raises ``ConfigError`` if they cannot be read.
         """

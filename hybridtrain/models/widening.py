@@ -1,7 +1,7 @@
-"""Matrices that are stored as codes and have their values only while they are used.
+"""Matrices stored as codes, dequantized only while they are used.
 
-The parameter is bound to memory that others share. Autograd keeps only a reference to the weight: it is
-widened once more in the backward pass.
+The parameter uses memory shared with others. Autograd keeps only a reference, so it is dequantized again in the
+backward pass.
 """
 
 from collections.abc import Hashable, Iterator
@@ -13,18 +13,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Widen(Protocol):
-    """Writes a matrix' values into the memory that its parameter is bound to."""
+    """Writes a matrix's dequantized values into its parameter's memory."""
 
     def __call__(self) -> None:
         """Write the values, unless they are there."""
 
     @property
     def is_done(self) -> bool:
-        """Whether they are there."""
+        """Whether the values are present."""
 
     @property
     def layout(self) -> Hashable:
-        """Hashable key of its effect apart from values."""
+        """Hashable key of its effect, apart from values."""
 
     def pretend(self, *, is_done: bool) -> None:
         """Set whether the values count as present, in a dry run."""
@@ -34,20 +34,20 @@ _NAME = "widen"
 
 
 def set_widening(parameter: nn.Parameter, widen: Widen | None) -> None:
-    """Set the rule by which a parameter gets its values; None: it always has them."""
+    """Set the rule by which a parameter gets its values; None: they are stored."""
     setattr(parameter, _NAME, widen)
 
 
 def widening_of(tensor: Tensor) -> Widen | None:
-    """Return the rule by which a tensor gets its values; None: it always has them."""
+    """Return the rule by which a tensor gets its values; None: they are stored."""
     return getattr(tensor, _NAME, None)
 
 
 @contextmanager
 def widened(weight: Tensor, *, is_read: bool = True) -> Iterator[Tensor]:
-    """Yield a weight that has its values inside the context, and again wherever a graph made inside asks for them.
+    """Yield a weight with its values, inside the context and whenever a graph made inside needs them.
 
-    A tensor without a rule passes as it is. Not ``is_read``: only the backward pass looks at the values.
+    A tensor without a rule is yielded unchanged. Not ``is_read``: only the backward pass needs the values.
     """
     widen = widening_of(weight)
     if widen is None:

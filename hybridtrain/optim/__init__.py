@@ -1,6 +1,6 @@
-"""Optimizers: one file each, found by itself. They are a setting of training; their state's format is one of memory.
+"""Optimizers, one file each, discovered by ``kind``.
 
-A file is called after the ``kind`` of its optimizer, so that one that is asked for by kind is imported alone.
+A file's name is its optimizer's ``kind``, so that a lookup imports only that file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Optimizers(Mapping[str, type[Optimizer]]):
-    """The classes of optimizers by ``kind``; asking for one imports its file alone."""
+    """Optimizer classes by ``kind``; a lookup imports only that file."""
 
     def __getitem__(self, kind: str) -> type[Optimizer]:
         """Return a class; raises ``KeyError`` for an unknown kind."""
@@ -35,7 +35,7 @@ class Optimizers(Mapping[str, type[Optimizer]]):
 
 
 OPTIMIZERS = Optimizers()
-"""By ``kind``; a table of a file that names none is AdamW's."""
+"""Optimizers by ``kind``; a table without a kind is AdamW's."""
 
 
 def __getattr__(name: str) -> type[Optimizer]:

@@ -18,19 +18,19 @@ from hybridtrain.optim.optimizer import Optimizer, Role, UpdateStep
 
 _DECAY_POWER = -0.8
 _SMALLEST_SQUARE = 1e-30
-"""Added to squared gradients, as in the paper."""
+"""Epsilon added to squared gradients, as in the paper."""
 _LARGEST_RMS = 1.0
-"""Updates are scaled down to this root mean square."""
+"""RMS to which updates are clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adafactor(Optimizer):
-    """A second moment of two vectors a matrix, no first one: next to no state, which stays on the device in fp32."""
+    """Factored second moment, two vectors per matrix, without a first: little state, on the device in fp32."""
 
     kind: ClassVar[str] = "adafactor"
 
     eps: float = 1e-8
-    """Where a move is scaled by the second moment; the update itself adds 1e-30 to squared gradients."""
+    """Epsilon of jumps scaled by the second moment; the update itself adds 1e-30 to squared gradients."""
 
     def state(self, role: Role) -> tuple[StateSpec, ...]:
         """Return row and column means of a matrix, all of a vector."""
@@ -39,7 +39,7 @@ class Adafactor(Optimizer):
         return (StateSpec("exp_avg_sq", shape=role.shape),)
 
     def needs_whole(self, role: Role) -> bool:  # noqa: ARG002
-        """Return True: means are over rows and columns."""
+        """Return True: row and column means need whole matrices."""
         return True
 
     def update(self, weight: WeightSlice, grad: Tensor, state: Sequence[StateSlice], step: UpdateStep) -> None:
@@ -63,7 +63,7 @@ class Adafactor(Optimizer):
             piece.write()
 
     def second_moment(self, state: Sequence[StateSlice], part: slice) -> Tensor:
-        """Return that of a range of a parameter's elements, from its row and column means."""
+        """Return the second moment of a range of elements, from row and column means."""
         if len(state) == 1:
             return state[0].stored[0].view(-1)[part].clone()
         row_R, column_C = (moment.stored[0] for moment in state)
@@ -75,7 +75,7 @@ class Adafactor(Optimizer):
 
     @property
     def second_moment_names(self) -> tuple[str, ...]:
-        """All there is."""
+        """The names of all its state."""
         return "row", "column", "exp_avg_sq"
 
 

@@ -1,7 +1,6 @@
 """AdamW (Loshchilov and Hutter, 1711.05101): fp32 arithmetic inside, any storage outside. P elements of a slice.
 
-8-bit moments are updated by one op; where the weight is all there is of its value, the op rounds it as well and its
-float32 value is never made.
+8-bit moments are updated by one op; without a master weight the op also rounds the weight, without a float32 copy.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ class AdamWConfig(Optimizer):
     beta2: float = 0.95
     """Decay of the mean of their squares."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Epsilon added to the root of the second moment."""
 
     def state(self, role: Role) -> tuple[StateSpec, ...]:  # noqa: ARG002  the same for all
         """Return first and second moment."""
@@ -66,7 +65,7 @@ class AdamWConfig(Optimizer):
     def update_group(
         self, values: list[Tensor], grads: list[Tensor], state: list[list[Tensor]], step: UpdateStep
     ) -> None:
-        """Update whole float32 tensors in one fused call, nothing temporary; gradients and moments are float32 too."""
+        """Update whole float32 tensors in one fused call, without temporaries; all operands are float32."""
         firsts, seconds = [moments[0] for moments in state], [moments[1] for moments in state]
         fused_adamw(values, grads, firsts, seconds, step, betas=(self.beta1, self.beta2), eps=self.eps)
 
@@ -76,7 +75,7 @@ class AdamWConfig(Optimizer):
 
     @property
     def second_moment_names(self) -> tuple[str, ...]:
-        """The second of two."""
+        """The name of the second moment."""
         return ("exp_avg_sq",)
 
     def correction(self, number: int) -> float:
@@ -88,7 +87,7 @@ def fused_adamw(
     values: Sequence[Tensor], grads: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
     step: UpdateStep, *, betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
-    """Update float32 tensors by torch's fused AdamW, nothing temporary; gradients and moments are float32 too."""
+    """Update float32 tensors by torch's fused AdamW, without temporaries; all operands are float32."""
     step_count = torch.full((), float(step.number), dtype=torch.float32, device=values[0].device)
     torch._fused_adamw_(
         list(values), list(grads), list(firsts), list(seconds), [], [step_count] * len(values),

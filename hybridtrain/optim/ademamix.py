@@ -1,4 +1,4 @@
-"""AdEMAMix (Pagliardini et al., 2409.03137): AdamW that also moves along a slow average of the gradients."""
+"""AdEMAMix (Pagliardini et al., 2409.03137): AdamW with a second, slow momentum."""
 
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
@@ -9,16 +9,16 @@ from hybridtrain.optim.slow_average import SlowMomentum, SlowStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdEMAMix(AdamWConfig):
-    """The average is kept where the plan says: an optimization of kind 'predictor_state' must be in the stack."""
+    """AdamW with a slow average, which needs 'predictor_state' in the stack."""
 
     kind: ClassVar[str] = "ademamix"
 
     slow: SlowMomentum = field(default_factory=SlowMomentum)
-    """The slow average, a table of its own."""
+    """Settings of the slow average, a table of its own."""
 
     @classmethod
     def beside(cls, adamw: AdamWConfig, slow: SlowMomentum) -> "AdEMAMix":
-        """Return AdamW with a slow average."""
+        """Return AdEMAMix with the settings of an AdamW."""
         return cls(**{field.name: getattr(adamw, field.name) for field in fields(adamw)}, slow=slow)
 
     def step_hook(self, number: int, total_steps: int) -> SlowStep:

@@ -17,9 +17,9 @@ class Lion(Optimizer):
     kind: ClassVar[str] = "lion"
 
     lr: float = 1e-4
-    """Peak learning rate; a third to a tenth of AdamW's, with a decay as much larger."""
+    """Peak learning rate: a third to a tenth of AdamW's, with a weight decay larger by the same factor."""
     beta1: float = 0.9
-    """Share of the momentum in what a step follows."""
+    """Weight of the momentum in a step's direction."""
     beta2: float = 0.99
     """Decay of the momentum."""
     weight_decay: float = 1.0

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024): orthogonalized momentum for the matrices of blocks, AdamW for all the rest.
+"""Muon (Jordan et al., 2024): orthogonalized momentum for the blocks' matrices, AdamW for the rest.
 
 The rule is torch.optim.Muon's own (torch 2.9 and newer), which needs a matrix in one piece. P elements of a slice.
 """
@@ -21,21 +21,21 @@ _EPS, _NUM_ITERATIONS = 1e-7, 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Muon(Optimizer):
-    """One momentum for a matrix of a block, 4 bytes per parameter in fp32; AdamW's two moments elsewhere."""
+    """Keeps one momentum per block matrix, 4 bytes per parameter in fp32; AdamW's two moments elsewhere."""
 
     kind: ClassVar[str] = "muon"
 
     momentum: float = 0.95
     """Decay of a block matrix' momentum."""
     nesterov: bool = True
-    """Look one step ahead along the momentum."""
+    """Use Nesterov momentum."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """match_rms_adamw: 0.2 sqrt(max(rows, columns)), moves as large as AdamW's at one rate for both (2502.16982).
-    original: sqrt(max(1, rows / columns)); wants a rate some 50 times AdamW's."""
+    """match_rms_adamw: 0.2 sqrt(max(rows, columns)), for AdamW's learning rate (2502.16982). original: sqrt(max(1, rows
+    / columns)), for about 50 times AdamW's."""
     beta1: float = 0.9
-    """Of AdamW's part."""
+    """beta1 of AdamW's parameters."""
     beta2: float = 0.95
-    """Of AdamW's part."""
+    """beta2 of AdamW's parameters."""
 
     @property
     def _rest(self) -> AdamWConfig:
@@ -46,7 +46,7 @@ class Muon(Optimizer):
         return (StateSpec("momentum_buffer"),) if role.is_hidden_matrix else self._rest.state(role)
 
     def needs_whole(self, role: Role) -> bool:
-        """Return whether it is orthogonalized."""
+        """Return whether the parameter is orthogonalized."""
         return role.is_hidden_matrix
 
     def update(self, weight: WeightSlice, grad: Tensor, state: Sequence[StateSlice], step: UpdateStep) -> None:

@@ -1,7 +1,7 @@
 """Base of optimizers: the state of a parameter, and the update of a slice. P elements of a slice.
 
-Where state and weights live and how they are stored is the memory plan's business: an optimizer loads float32 values,
-changes them and stores them back, and so runs resident, streamed or on the host, in any format.
+An optimizer only loads, changes and stores float32 values. The memory plan decides on placement and format, so that it
+runs resident, streamed or on the host.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from hybridtrain.memory.slices import StateSlice, StateSpec, WeightSlice
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Place and shape of a parameter, for an optimizer."""
+    """Role of a parameter: its shape, and whether it is in a block."""
 
     shape: tuple[int, ...]
     in_block: bool
-    """Of a block, not of the embedding or the head."""
+    """Whether it is in a block, not in embedding or head."""
 
     @property
     def is_hidden_matrix(self) -> bool:
@@ -33,16 +33,16 @@ class UpdateStep:
     """The settings of one parameter's update, beside those of the optimizer."""
 
     number: int
-    """Of updates since the state was zero, this one included."""
+    """Updates since the state was zero, this one included."""
     lr: float
     weight_decay: float
     keeps_value: bool = False
-    """Whether the exact new value is needed after the update, which then must not round it."""
+    """Whether the update must leave the exact new value unrounded, for a hook."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """Hyper-parameters with their update rule; the base works slice by slice, without second moment.
+    """Hyper-parameters with their update rule. The base class works slice by slice, without second moment.
 
     Raises:
         ValueError: a setting of a name in ``_RULES`` is out of its range.
@@ -50,7 +50,7 @@ class Optimizer:
 
     kind: ClassVar[str]
     offers_groups: ClassVar[bool] = False
-    """Whether ``update_group`` is there."""
+    """Whether ``update_group`` is implemented."""
 
     lr: float = 3e-4
     """Peak learning rate."""
@@ -59,8 +59,8 @@ class Optimizer:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
     clip: Literal["exact", "previous"] = "exact"
-    """Only where updates are fused into the backward pass. exact: a second pass finds the norm first. previous: the
-    norm of the step before is taken; the first step is exact."""
+    """Clipping of fused updates. exact: a second backward pass, after the norm is known. previous: clip by the previous
+    step's norm; the first step is exact."""
 
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -75,16 +75,16 @@ class Optimizer:
         raise NotImplementedError
 
     def needs_whole(self, role: Role) -> bool:  # noqa: ARG002
-        """Return whether ``update`` must see a parameter in one piece; else it is cut into flat slices."""
+        """Return whether ``update`` needs whole parameters instead of flat slices."""
         return False
 
     def update(self, weight: WeightSlice, grad: Tensor, state: Sequence[StateSlice], step: UpdateStep) -> None:
         """Update a slice in place.
 
         Args:
-            weight: Whose ``value`` is changed; the caller writes it back.
+            weight: Weight whose ``value`` is changed; the caller stores it.
             grad: Flat, float32 or bfloat16; may be changed.
-            state: In the order of ``state``; to be loaded and stored.
+            state: State slices in the order of ``state``; to be loaded and stored.
             step: Learning rate, decay, number.
         """
         raise NotImplementedError
@@ -92,7 +92,7 @@ class Optimizer:
     def update_group(
         self, values: list[Tensor], grads: list[Tensor], state: list[list[Tensor]], step: UpdateStep
     ) -> None:
-        """Update whole float32 tensors in one call with nothing temporary; the caller asks ``offers_groups`` first."""
+        """Update whole float32 tensors in one call without temporaries; only if ``offers_groups``."""
         raise NotImplementedError
 
     def second_moment(self, state: Sequence[StateSlice], part: slice) -> Tensor:
@@ -101,12 +101,12 @@ class Optimizer:
 
     @property
     def second_moment_names(self) -> tuple[str, ...]:
-        """The state that ``second_moment`` reads; empty where there is no second moment."""
+        """Names of the state that ``second_moment`` reads; empty without a second moment."""
         return ()
 
     @property
     def eps(self) -> float:
-        """Added to the root of the second moment."""
+        """Epsilon added to the root of the second moment."""
         return 0.0
 
     def correction(self, number: int) -> float:  # noqa: ARG002
@@ -114,7 +114,7 @@ class Optimizer:
         return 1.0
 
     def step_hook(self, number: int, total_steps: int) -> "StepHook | None":  # noqa: ARG002
-        """Return the work on every slice right after its update; None: none."""
+        """Return the hook that runs on every slice right after its update; None: none."""
         return None
 
 
@@ -127,7 +127,7 @@ _RULES = {
     "beta2": "in [0, 1)",
     "eps": "above 0",
 }
-"""Ranges of settings by their names, whichever optimizer has them."""
+"""Ranges of settings by name, for all optimizers."""
 _ALLOWED = {
     "above 0": lambda value: value > 0,
     "at least 0": lambda value: value >= 0,
@@ -136,11 +136,11 @@ _ALLOWED = {
 
 
 class StepHook(Protocol):
-    """Work on every slice right after its update, while gradient and state are at hand."""
+    """Hook that runs on every slice right after its update, with its gradient and state."""
 
     @property
     def moves_weights(self) -> bool:
-        """Whether it changes values, which are then not rounded before."""
+        """Whether it changes weights, which the update then leaves unrounded."""
 
     def __call__(
         self, optimizer: Optimizer, weight: WeightSlice, grad_P: Tensor, state: Sequence[StateSlice],
@@ -149,11 +149,11 @@ class StepHook(Protocol):
         """Work on a slice in place.
 
         Args:
-            optimizer: Which updated it.
+            optimizer: The optimizer of the update.
             weight: Updated, not yet stored.
-            grad_P: Flat.
-            state: Of the optimizer: the slice's, or all of it where it has no slices.
-            extra: What the plan keeps beside it (``history_tensors``).
+            grad_P: Flat gradient.
+            state: Optimizer state of the slice, or all of it if it is not element-wise.
+            extra: Extra state of the plan (``history_tensors``).
             part: Range of the parameter's elements.
-            step: Of the update.
+            step: Settings of the update.
         """

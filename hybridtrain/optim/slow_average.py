@@ -1,9 +1,9 @@
-"""The slow average of the gradients and the move along it: every step (AdEMAMix) or as a predicted jump.
+"""The slow average of gradients and the weight change along it: every step (AdEMAMix) or as a predicted jump.
 
 s = b3 s + (1 - b3) g, and a move of P predicted steps is lr P s / (sqrt(v / (1 - b2^t)) + eps). AdEMAMix (Pagliardini
 et al., 2409.03137) makes P = alpha moves per step; a jump after K steps makes P = alpha K of them at once.
 
-Where the second moment is gone when a jump is made, the average is one of gradients that were divided by it before:
+If the second moment is dropped before a jump, the average is of gradients already divided by it:
 s = b3 s + (1 - b3) g / (sqrt(v / (1 - b2^t)) + eps), and a move is lr P s. P elements of a slice.
 """
 
@@ -19,18 +19,18 @@ from hybridtrain.memory.slices import StateSlice, WeightSlice
 from hybridtrain.optim.optimizer import Optimizer, UpdateStep
 
 LARGEST_RATIO = 1.0
-"""Of s / sqrt(vhat) in a jump: a predicted step moves no weight further than the learning rate. Where gradients stop,
-as of tokens that are seldom seen, v fades much sooner than s and the quotient would grow without bound."""
+"""Limit on s / sqrt(vhat) in a jump: no weight moves further per predicted step than the learning rate. Without it the
+ratio of rarely seen tokens grows without bound, as v decays sooner than s."""
 _USUAL_SHARE, _BOUNDS, _SHORTEST_RUN = 0.1, (0.05, 0.2), 200
-"""Steps that the average spans, as a share of the run."""
+"""Span of the average as a fraction of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowMomentum:
-    """The slow average and the weight of a move along it."""
+    """Settings of the slow average: its decay, and the length of a move along it."""
 
     beta: float | None = None
-    """Final decay b3; None: the one that averages over a tenth of the run, 1 / (1 - b3) = total_steps / 10."""
+    """Final decay b3; None: averages over a tenth of the run, 1 / (1 - b3) = total_steps / 10."""
     alpha: float = 2.0
     """Predicted steps per true step, reached at the end of the ramp."""
 
@@ -51,9 +51,9 @@ class SlowMomentum:
         return min(final, math.pow(0.5, 1 / (lives + 1)))
 
     def within_bounds(self, total_steps: int) -> "SlowMomentum":
-        """Return the same with an average over 5 to 20 % of a run: shorter and longer ones were measured to do harm.
+        """Return settings limited to an average over 5 to 20 % of the run: others were measured to do harm.
 
-        Runs of fewer than 200 steps are left alone: nothing was measured there.
+        Runs below 200 steps, which were not measured, are unchanged.
         """
         if self.beta is None or total_steps < _SHORTEST_RUN:
             return self
@@ -67,7 +67,7 @@ class SlowMomentum:
 
 @dataclass(slots=True)
 class MoveNorm:
-    """Sums the squares of a move over all parameters, on the device or on the host, wherever a part is made."""
+    """Sums the squares of a weight change over all parameters, on device and host."""
 
     on_device: Tensor
     """Scalar float64."""
@@ -75,11 +75,11 @@ class MoveNorm:
 
     @classmethod
     def zero(cls, device: torch.device) -> "MoveNorm":
-        """Return the norm of no move."""
+        """Return a zero norm."""
         return cls(torch.zeros((), dtype=torch.float64, device=device))
 
     def add(self, moved_P: Tensor) -> None:
-        """Count a part of the move."""
+        """Add a part of the change."""
         square = torch.linalg.vector_norm(moved_P, dtype=torch.float64).square_()
         if moved_P.device == self.on_device.device:
             self.on_device.add_(square)
@@ -87,10 +87,10 @@ class MoveNorm:
             self.on_host += float(square)
 
     def rms(self, on_device: float, num_elements: int) -> float:
-        """Return the root mean square; ``on_device`` is what was read of that part.
+        """Return the RMS; ``on_device`` is the device's sum.
 
-        Nine digits of a float64 sum do not depend on its order, which differs with the place of weights and state:
-        the next jump's length depends on the number.
+        It is rounded to nine digits, so that it does not depend on the order of summation: the next jump's length does
+        depend on it.
         """
         return float(f"{math.sqrt((on_device + self.on_host) / num_elements):.9g}")
 
@@ -100,19 +100,19 @@ class SlowStep:
     """Updates the slow average in one step, as a ``StepHook``."""
 
     beta: float
-    """Decay in force."""
+    """Present decay."""
     predicted_steps: float = 0.0
-    """P of the move after the update; 0: none."""
+    """Predicted steps P of the move after the update; 0: no move."""
     norm: MoveNorm | None = None
-    """Where the size of a jump is counted; AdEMAMix counts none."""
+    """Accumulates the RMS of the jump; AdEMAMix has none."""
     weight_norm: MoveNorm | None = None
-    """Where the size of the weights is counted before the jump."""
+    """Accumulates the RMS of the weights before the jump."""
     normalizes: bool = False
-    """Average gradients over the root of their second moment; such an average moves weights by itself."""
+    """Whether gradients are divided by the root of their second moment before averaging."""
 
     @property
     def moves_weights(self) -> bool:
-        """Whether there is a move."""
+        """Whether weights are moved."""
         return bool(self.predicted_steps)
 
     def __call__(
@@ -121,7 +121,7 @@ class SlowStep:
     ) -> None:  # fmt: skip
         """Add the gradient to the slow average, and move along it."""
         if self.normalizes:
-            assert not self.predicted_steps, "a jump that needs no second moment is made without it"
+            assert not self.predicted_steps, "a second moment for a jump that needs none"
             second_P, correction = optimizer.second_moment(state, part), optimizer.correction(step.number)
             grad_P = _over_root(grad_P.float(), second_P, correction=correction, eps=optimizer.eps)
         slow_P = self.track(extra[0], grad_P)
@@ -134,21 +134,21 @@ class SlowStep:
             weight.value.add_(moved_P)
 
     def track(self, average: StateSlice, grad_P: Tensor) -> Tensor:
-        """Add a gradient to the stored average and return its new (P,) float32 values: for a jump as they are kept."""
+        """Add a gradient to the stored average; return its new (P,) float32 values, for a jump the stored ones."""
         slow_P = average.load()
         slow_P.lerp_(grad_P.float(), 1 - self.beta)
         average.store(slow_P)
         return slow_P if self.norm is None else average.load()  # what takes a jump back reads these
 
     def count(self, value_P: Tensor, moved_P: Tensor) -> None:
-        """Count a part of the weights, not yet moved, and of the move."""
+        """Add a part of the weights (before the move) and of the move to the norms."""
         if self.norm is not None and self.weight_norm is not None:
             self.norm.add(moved_P)
             self.weight_norm.add(value_P)
 
     @property
     def largest_ratio(self) -> float:
-        """Bound of s / sqrt(vhat) in force: a jump has one, AdEMAMix as published has none."""
+        """Limit on s / sqrt(vhat); AdEMAMix as published has none."""
         return math.inf if self.norm is None else LARGEST_RATIO
 
 
@@ -164,15 +164,15 @@ def _half_life(beta: float) -> float:
 def move(
     slow_P: Tensor, second_P: Tensor | None, *, correction: float, eps: float, lr_steps: float, largest_ratio: float
 ) -> Tensor:
-    """Return the (P,) float32 displacement of ``lr_steps`` = lr * predicted steps; 0 where nothing scales it.
+    """Return the (P,) float32 displacement of ``lr_steps`` = lr * predicted steps; 0 where the second moment is 0.
 
     Args:
         slow_P: float32.
-        second_P: Second moment, float32, not bias-corrected; None: ``slow_P`` averages what was divided by it already.
+        second_P: Second moment, float32, not bias-corrected; None: ``slow_P`` averages already divided gradients.
         correction: 1 - b2^t, the bias correction of the second moment.
-        eps: Of AdamW.
+        eps: AdamW's epsilon.
         lr_steps: Learning rate times predicted steps.
-        largest_ratio: Bound of s / sqrt(vhat) for each element.
+        largest_ratio: Limit on s / sqrt(vhat) of each element.
     """
     if second_P is None:
         return slow_P.clamp(-largest_ratio, largest_ratio).mul_(-lr_steps)

@@ -1,4 +1,4 @@
-"""The memory optimizations: one file each. A file put here is found, and its class is imported from here by name."""
+"""The memory optimizations, one file each; files are discovered, and classes are imported from here by name."""
 
 from collections.abc import Iterator
 from dataclasses import is_dataclass

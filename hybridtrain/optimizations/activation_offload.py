@@ -1,4 +1,4 @@
-"""Activation offload: kept block inputs wait on the host or on disk for their backward pass."""
+"""Activation offload: kept block inputs are moved to host or disk until their backward pass."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,10 +8,10 @@ from hybridtrain.plan.compose import Optimization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationOffload(Optimization):
-    """Move each boundary off the device; needs gradient checkpointing, which makes boundaries all that is kept."""
+    """Move each boundary off the device; needs gradient checkpointing."""
 
     kind: ClassVar[str] = "activation_offload"
     PATHS: ClassVar = {"tier": "boundary.placement"}
 
     tier: Literal["host", "disk"] = "host"
-    """Where boundaries wait."""
+    """Tier of the boundaries."""

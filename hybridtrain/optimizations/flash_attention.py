@@ -1,4 +1,4 @@
-"""Flash attention: the T x T scores never exist. On by default; a stack may turn it off to see what it saves."""
+"""Flash attention: the T x T scores are never stored. On by default; turn it off to see what it saves."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,4 +13,4 @@ class FlashAttention(Optimization):
     kind: ClassVar[str] = "flash_attention"
 
     attention: Literal["flash", "unfused"] = "flash"
-    """unfused: scores, mask and softmax as ops of their own, as eager implementations do; for comparison."""
+    """unfused: separate ops for scores, mask and softmax, as in eager implementations; for comparison."""

@@ -9,10 +9,10 @@ from hybridtrain.plan.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class FusedUpdate(Optimization):
-    """Give gradients no place at all; accumulation needs the vertical schedule in one visit.
+    """Update each block within its backward visit, so that gradients are never stored.
 
-    Exact clipping by the global norm then costs a second forward and backward pass, because no block may be updated
-    before all norms are known; ``optimizer.clip = "previous"`` clips by the norm of the step before instead.
+    Accumulation needs schedule = "vertical" with all micro-batches in one visit. Exact clipping needs a second forward
+    and backward pass; ``optimizer.clip = "previous"`` clips by the previous step's norm instead.
     """
 
     kind: ClassVar[str] = "fused_update"

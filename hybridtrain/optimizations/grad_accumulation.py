@@ -11,7 +11,7 @@ from hybridtrain.plan.placement import Codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradAccumulation(Optimization):
-    """Split a batch into ``grad_accum_steps`` micro-batches; a step's loss is the mean over all targets that count."""
+    """Split a batch into ``grad_accum_steps`` micro-batches; the loss is the mean over all targets."""
 
     kind: ClassVar[str] = "grad_accumulation"
     PRESETS: ClassVar[Presets] = {
@@ -21,20 +21,20 @@ class GradAccumulation(Optimization):
 
     grad_accum_steps: int = 4
     schedule: Literal["horizontal", "vertical"] = "horizontal"
-    """vertical keeps one boundary per micro-batch and block, and sums a block's gradients in fp32 within its visit."""
+    """Order: horizontal, one micro-batch after another; vertical, block by block, with one boundary per micro-batch and
+    block, and fp32 sums."""
     visit_micro_batches: int = 0
-    """Micro-batches that a vertical schedule takes through a block per visit; 0: all of them."""
+    """Micro-batches per block visit of a vertical schedule; 0: all."""
     accumulator: Literal["float32", "bfloat16"] | None = "float32"
-    """Element type in which gradients wait for the update; None: that of the arithmetic, phase by phase."""
+    """Dtype of stored gradients; None: each phase's compute dtype."""
     normalize_gradients: bool = True
-    """Divide by the number of micro-batches, as one large batch would. Without it gradients add up, and so does what
-    clipping by a norm sees."""
+    """Average gradients over micro-batches, as one large batch would. Without it they are summed, which also raises the
+    norm for clipping."""
     scale_lr: bool = False
-    """Multiply the learning rate with the number of micro-batches: a rate that was chosen for one of them then suits
-    the larger batch (Goyal et al., 1706.02677)."""
+    """Multiply the learning rate by the number of micro-batches (linear scaling rule of Goyal et al., 1706.02677)."""
 
     def __post_init__(self) -> None:
-        fault = "visit_micro_batches: only with schedule = 'vertical'; a horizontal one visits one by one"
+        fault = "visit_micro_batches: needs schedule = 'vertical'; remove it, or set the schedule"
         check_settings(self, [fault] if self.visit_micro_batches and self.schedule == "horizontal" else [])
 
     def claims(self) -> Iterable[Claim]:
@@ -45,10 +45,9 @@ class GradAccumulation(Optimization):
 
 
 def with_accumulation(stack: Sequence[Optimization], grad_accum_steps: int | None) -> tuple[Optimization, ...]:
-    """Return a stack with another number of micro-batches per step, all else as it was; None leaves the stack's.
+    """Return a stack with another number of micro-batches per step; None changes nothing.
 
-    A stack that accumulates keeps its schedule; any other takes the micro-batches one by one and sums gradients in the
-    element type that it stores them in.
+    An accumulating stack keeps its schedule; others become horizontal and sum gradients in their storage dtype.
 
     Raises:
         ValueError: fewer than one micro-batch.

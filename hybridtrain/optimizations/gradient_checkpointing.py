@@ -11,18 +11,18 @@ from hybridtrain.plan.compose import Optimization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientCheckpointing(Optimization):
-    """Keep one block input per ``recompute_every`` blocks; costs one more forward pass of every block."""
+    """Keep one block input per ``recompute_every`` blocks; costs one more forward pass."""
 
     kind: ClassVar[str] = "gradient_checkpointing"
     SWITCH: ClassVar[str] = "recompute_every"
     PRESETS: ClassVar[Presets] = {"conservative": {"recompute_every": 8}, "aggressive": {"recompute_every": 1}}
 
     recompute_every: int = 8
-    """Blocks per kept boundary. 1 holds the least while a block is recomputed, larger values keep fewer boundaries."""
+    """Blocks per kept boundary: 1 needs the least memory during recomputation, larger values keep fewer boundaries."""
     kept_blocks: int = 0
-    """Last blocks that keep everything: their backward pass comes first, so what they hold is the cheapest to hold."""
+    """Number of last blocks that keep all activations; they are freed first, so they cost the least memory."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
-    """Phases with it; in others everything is kept. PREDICT runs no backward pass and keeps nothing either way."""
+    """Phases with checkpointing; others keep everything. PREDICT has no backward pass and keeps nothing."""
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on recomputation."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.phase import Phase
 from hybridtrain.plan.claim import Claim, Presets, claimed_phases, setting_claims
 from hybridtrain.plan.compose import Optimization
@@ -14,30 +14,30 @@ from hybridtrain.plan.placement import Codec, Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8Weights(Optimization):
-    """Store the blocks' matrices in 1.02 bytes per parameter, on the device or wherever weights live.
+    """Store the blocks' matrices in 1.02 bytes per parameter, on any tier.
 
-    They are widened to the compute dtype when their block is visited, or matrix by matrix. With a master copy they are
-    its rounding to nearest; without one they are what is trained, and each update is rounded stochastically.
+    They are dequantized to the compute dtype per block visit, or matrix by matrix. With a master they are its rounding
+    to nearest; without one each update is rounded stochastically.
     """
 
     kind: ClassVar[str] = "int8_weights"
     PRESETS: ClassVar[Presets] = {"conservative": {"master": "float32"}, "aggressive": {"master": "absent"}}
 
     master: Literal["float32", "absent"] | None = None
-    """float32: the codes are a rounding of an exact copy. absent: they are what is trained. None: as mixed precision
-    says, a float32 copy without it; float32 where FULL is not among ``active_phases``."""
+    """float32: a master weight is kept. absent: the codes themselves are trained. None: as mixed_precision sets it;
+    float32 without it, or if FULL is not in ``active_phases``."""
     static_scales: bool = False
-    """Keep the scales of the first values, doubled for room, instead of taking them anew at each update."""
-    symmetric: bool = young(True)
-    """Codes from -127 to 127 stand for a range about zero. false: about the middle of its values, 4 more bytes per 256
-    elements; better where values lie to one side."""
-    dynamic_range: DynamicRange = young(DynamicRange.GROUP)
-    """group: 256 elements share a range. tensor: a whole matrix does, and is updated in one piece; coarser, and its
-    scale is kept per 256 elements all the same, so that it saves no bytes."""
-    widen_by: WidenBy = young(WidenBy.BLOCK)
-    """block: once a visit. matrix: one at a time, anew in the backward pass."""
+    """Keep twice the initial scales instead of new scales at each update."""
+    symmetric: bool = added_field(True)
+    """Whether ranges are symmetric about zero. false: a zero point per 256 elements (4 bytes more), better for
+    one-sided values."""
+    dynamic_range: DynamicRange = added_field(DynamicRange.GROUP)
+    """group: 256 elements share a range. tensor: a whole matrix shares one and is updated in one piece; coarser, and no
+    smaller, as the scale is stored per 256 elements."""
+    widen_by: WidenBy = added_field(WidenBy.BLOCK)
+    """Unit of dequantization. block: once per visit. matrix: one at a time, again in the backward pass."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
-    """Phases with 8-bit weights. PREDICT without FULL: exact values wait on the host and come back to the bit."""
+    """Phases with 8-bit weights. PREDICT without FULL: exact values are kept on the host and restored bit-exactly."""
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the weights' storage."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters: the weights are frozen, and little matrices beside them are trained."""
+"""Low-rank adapters: weights are frozen, and two small matrices beside each are trained."""
 
 import math
 from collections.abc import Iterable
@@ -12,27 +12,27 @@ from hybridtrain.plan.compose import Optimization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora(Optimization):
-    """Train two thin matrices beside each target; frozen weights have no gradient, no optimizer state, no master.
+    """Train a low-rank adapter beside each target; frozen weights need no gradient, optimizer state or master.
 
-    Acts in every phase. Frozen matrices may be stored in 8 bits (int8_weights) or in 4 (nf4_weights: QLoRA).
+    Acts in every phase. Frozen matrices may be stored in 8 bits (int8_weights) or 4 bits (nf4_weights: QLoRA).
     """
 
     kind: ClassVar[str] = "lora"
     PATHS: ClassVar = {name: f"adapter_{name}" for name in ("rank", "alpha", "scaling", "dropout", "magnitude")}
 
     rank: int = 16
-    """Rows of the thin matrices: what they can learn grows with it, and what is trained."""
+    """Rank of the adapters: capacity and trained parameters grow with it."""
     alpha: float = 32.0
-    """The adapter's output is multiplied with alpha / rank, or what ``scaling`` says."""
+    """Numerator of the adapter's scale, by default alpha / rank."""
     scaling: Literal["lora", "rslora"] = "lora"
     """lora: alpha / rank. rslora: alpha / sqrt(rank)."""
     dropout: float = 0.0
-    """Probability that an adapter's input is dropped while training."""
+    """Dropout probability of an adapter's input in training."""
     targets: tuple[str, ...] = ("all-linear",)
     """Matrices of the blocks by name (query, key, value, qkv, attention_out, ffn_gate, ffn_up, ffn_gate_up, ffn_out),
     or attention, mlp, all-linear."""
     magnitude: bool = False
-    """Also learn the length of each row of the matrix (DoRA)."""
+    """Also train each row's magnitude (DoRA)."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -44,6 +44,6 @@ class Lora(Optimization):
         refuse(broken(rules))
 
     def claims(self) -> Iterable[Claim]:
-        """Yield the claims on what is trained."""
+        """Yield the claims on the trained parameters."""
         yield from Optimization.claims(self)
         yield Claim("adapter_targets", ",".join(self.targets))

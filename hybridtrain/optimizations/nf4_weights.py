@@ -10,14 +10,14 @@ from hybridtrain.plan.placement import Codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nf4Weights(Optimization):
-    """Store the blocks' matrices in 0.52 bytes per parameter, on the device or wherever weights live; needs ``lora``.
+    """Store the blocks' matrices in 0.52 bytes per parameter, on any tier; needs ``lora``.
 
-    They are widened to the compute dtype matrix by matrix, as bitsandbytes does, whose format it is.
+    They are in bitsandbytes' format, and dequantized matrix by matrix as there.
     """
 
     kind: ClassVar[str] = "nf4_weights"
     CELLS: ClassVar = {"weight.codec": Codec.NF4}
 
     widen_by: WidenBy = WidenBy.MATRIX
-    """matrix: one at a time, anew in the backward pass. block: all of a block once a visit, which is faster where a
-    visit takes several micro-batches."""
+    """Unit of dequantization. matrix: one at a time, again in the backward pass. block: all at once per visit, faster
+    if a visit has several micro-batches."""

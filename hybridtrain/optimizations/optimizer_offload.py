@@ -1,4 +1,4 @@
-"""Optimizer offload: master weights, moments and, if wished, gradients wait on the host or on disk."""
+"""Optimizer offload: master weights, moments and optionally gradients are on host or disk."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from hybridtrain.plan.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerOffload(Optimization):
-    """Stream the optimizer's state through the device, or update where the state lives."""
+    """Stream the optimizer state through the device, or update it on the host."""
 
     kind: ClassVar[str] = "optimizer_offload"
 
     update_on: Literal["device", "host"] = "device"
-    """device: state passes through in slices, twice over the bus. host: the processor updates, gradients go out."""
+    """device: state is streamed in slices, to the device and back. host: the CPU updates; gradients are copied to
+    it."""
     tier: Literal["host", "disk"] = "host"
-    """Where state lives."""
+    """Tier of the state."""
     offload_grads: bool = True
-    """Gradients wait in host memory, where an update on the host needs them; without it they stay on the device until
-    the update."""
+    """Whether gradients are offloaded to host memory, as an update on the host needs."""
 
     def __post_init__(self) -> None:
         on_device = self.update_on == "device"

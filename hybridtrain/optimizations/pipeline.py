@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the blocks of a model one after the other on several cards (1811.06965, 1806.03377)."""
+"""Pipeline parallelism: consecutive blocks on several cards (1811.06965, 1806.03377)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,15 +10,14 @@ from hybridtrain.plan.compose import Optimization
 class Pipeline(Optimization):
     """Make each rank a stage that holds only neighbouring blocks; on one card it changes nothing.
 
-    In which order micro-batches pass is another's business: the horizontal schedule of grad_accumulation is 1F1B, the
-    vertical one GPipe.
+    grad_accumulation sets the order of micro-batches: horizontal is 1F1B, vertical GPipe.
     """
 
     kind: ClassVar[str] = "pipeline"
     PATHS: ClassVar = {"stages": "pipeline_stages"}
 
     stages: int = 2
-    """As many as there are ranks; each has at least one block."""
+    """Number of stages, equal to the ranks; each has at least one block."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.stages <= 2**16:

@@ -13,14 +13,15 @@ _CODECS = {"float32": Codec.FLOAT32, "bfloat16": Codec.BFLOAT16, "int8": Codec.I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorState(Optimization):
-    """Keep what a predictor needs, next to the moments and on their tier: no parameter-size buffer on the device."""
+    """Store a predictor's state beside the moments, on their tier."""
 
     kind: ClassVar[str] = "predictor_state"
 
     predictor: Literal["slow_gradient", "linear"] = "slow_gradient"
-    """slow_gradient: one slow average of the gradients, which AdEMAMix uses too. linear: the weights some steps ago."""
+    """slow_gradient: a slow average of the gradients, as AdEMAMix uses. linear: the weights at the round's first
+    step."""
     codec: Literal["float32", "bfloat16", "int8"] = "float32"
-    """4, 2 or about 1 byte per parameter."""
+    """Storage format: 4, 2 or about 1 byte per parameter."""
 
     def claims(self) -> Iterable[Claim]:
         """Return the claims on the history of every parameter."""

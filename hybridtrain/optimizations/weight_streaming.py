@@ -1,4 +1,4 @@
-"""Weight streaming: blocks wait on the host or on disk and come to the device just in time."""
+"""Weight streaming: blocks are on host or disk, and are prefetched to the device."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ class WeightStreaming(Optimization):
     }
 
     max_active_layers: int = 2
-    """Blocks on the device at a time, those on the way included: 1 cannot hide any copy."""
+    """Blocks on the device at a time, including those in transfer; 1 hides no copy."""
     prefetch_distance: int | None = None
-    """Blocks fetched ahead, below max_active_layers, which counts the block at work too. None: 1, or 0 where one layer
-    is active."""
+    """Blocks fetched ahead; below max_active_layers, which includes the current block. None: 1, or 0 if
+    max_active_layers is 1."""
     resident_layers: int = 0
-    """Blocks that stay on the device beside the streamed ones, spread evenly among them."""
+    """Resident blocks, spread evenly among the streamed ones."""
     tier: Literal["host", "disk"] = "host"
-    """Where weights live."""
+    """Tier of the weights."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases with streaming; in others weights are on the device."""
 
     def claims(self) -> Iterable[Claim]:
-        """Return the claims on the weights' place and on the places of active blocks."""
+        """Return the claims on the weights' placement and the block slots."""
         for phase in claimed_phases(self.active_phases):
             yield Claim("weight.placement", Placement(self.tier), phase)
         yield from setting_claims(self)

@@ -8,7 +8,7 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import SETTINGS, PlanValue
 
 Presets = Mapping[str, Mapping[str, object]]
-"""Settings of an optimization by the name of a preset, which a file gives as ``preset = "conservative"``."""
+"""Presets of an optimization's settings, selected by ``preset = "conservative"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class Claim:
 
 
 def setting_claims(owner: object, phase: Phase | None = None) -> Iterator[Claim]:
-    """Yield a claim for each setting of the plan that ``owner`` has a field for, of the same name, and a value."""
+    """Yield a claim for each field of ``owner`` that has a value and the name of a plan setting."""
     for path, setting in SETTINGS.items():
         if (value := getattr(owner, path, None)) is not None:
             yield Claim(path, setting.read(value), phase)
 
 
 def check_settings(owner: object, faults: Iterable[str] = ()) -> None:
-    """Raise ``ValueError`` if an optimization found faults, acts in no phase, or has settings out of range."""
+    """Raise ``ValueError`` if an optimization has faults, no phase, or settings out of range."""
     switch = getattr(owner, "SWITCH", "")
     found = []
     for path, setting in SETTINGS.items():
@@ -51,6 +51,6 @@ def check_settings(owner: object, faults: Iterable[str] = ()) -> None:
 
 
 def claimed_phases(active: Iterable[Phase]) -> list[Phase | None]:
-    """Return the phases that an optimization claims for: None alone where it acts in every one."""
+    """Return the phases of an optimization's claims; None alone for all phases."""
     chosen = [phase for phase in Phase if phase in set(active)]
     return [None] if len(chosen) == len(Phase) else list(chosen)

@@ -13,37 +13,35 @@ from hybridtrain.plan.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimization:
-    """An element of a stack: a frozen dataclass that turns its settings into claims.
+    """A memory optimization of a stack: a frozen dataclass whose settings become claims.
 
-    A field that has the name of a setting of the plan claims it, and is checked against its range.
+    A field with the name of a plan setting claims it, and is checked against its range.
     """
 
     kind: ClassVar[str]
     SWITCH: ClassVar[str] = ""
-    """The setting whose 0 says in a plan that there is no such optimization."""
+    """The plan setting that is 0 without this optimization."""
     CELLS: ClassVar[Mapping[str, PlanValue]] = {}
-    """Values that it always claims, by path."""
+    """Constant claims by path."""
     PATHS: ClassVar[Mapping[str, str]] = {}
-    """Paths of fields that have other names than what they claim."""
+    """Field names -> paths, where they differ."""
 
     def __post_init__(self) -> None:
         check_settings(self)
 
     def claims(self) -> Iterable[Claim]:
-        """Yield the cells and settings this optimization asks for."""
+        """Yield the claims of this optimization."""
         yield from (Claim(path, value) for path, value in self.CELLS.items())
         yield from (Claim(path, SETTINGS[path].read(getattr(self, name))) for name, path in self.PATHS.items())
         yield from setting_claims(self)
 
 
 def compose(stack: Sequence[Optimization]) -> MemoryPlan:
-    """Unite the claims of a stack into a plan.
-
-    A claim for one phase wins over a claim for every phase by the same owner or another one.
+    """Compose the claims of a stack to a plan. A claim for one phase takes precedence over claims for all phases.
 
     Raises:
-        PlanConflictError: two owners ask for different values of one cell, one kind is listed twice, or the values
-            together describe nothing that could run.
+        PlanConflictError: two optimizations claim different values, one kind is listed twice, or the values are
+        contradictory.
     """
     _refuse_twice(stack)
     owned = [(optimization.kind, claim) for optimization in stack for claim in optimization.claims()]
@@ -60,7 +58,7 @@ def compose(stack: Sequence[Optimization]) -> MemoryPlan:
 
 
 _Owned = Sequence[tuple[str, Claim]]
-"""Claims, each with the kind of its owner."""
+"""Claims with the kinds of their owners."""
 
 
 def _claims_for(owned: _Owned, phase: Phase) -> dict[str, PlanValue]:
@@ -79,8 +77,8 @@ def _unite(owned: _Owned, phase: Phase | None) -> dict[str, PlanValue]:
         owner, value = owners.setdefault(claim.path, (kind, claim.value))
         if value != claim.value:
             raise PlanConflictError(
-                f"{claim.path}: '{owner}' asks for {value}, '{kind}' asks for {claim.value}; "
-                f"a cell has one value: drop one of them or make them agree."
+                f"{claim.path}: '{owner}' requires {value}, but '{kind}' requires {claim.value}; drop one of them, or "
+                f"make them agree."
             )
     return {path: value for path, (_, value) in owners.items()}
 
@@ -89,4 +87,4 @@ def _refuse_twice(stack: Sequence[Optimization]) -> None:
     kinds = [optimization.kind for optimization in stack]
     for kind in kinds:
         if kinds.count(kind) > 1:
-            raise PlanConflictError(f"'{kind}' stands {kinds.count(kind)} times in the stack; keep one of them.")
+            raise PlanConflictError(f"'{kind}' appears {kinds.count(kind)} times in the stack; keep one of them.")

@@ -1,8 +1,7 @@
-"""The memory plan: where each tensor class lives, how it is stored, and the few settings of the step loop.
+"""The memory plan: placement and format of each tensor class, and settings of the training step.
 
-A setting is declared once, as a field of ``PhasePlan`` with its default, its meaning and what is allowed. The paths
-that optimizations claim, the checks, what records keep and the help follow from there. A plan that contradicts itself
-cannot be made.
+A setting is declared once, as a field of ``PhasePlan`` with default, description and range. Claims, checks, records and
+help follow from it. Contradictory plans raise an error.
 """
 
 import math
@@ -26,7 +25,7 @@ class Schedule(StrEnum):
 
 
 class UpdateDevice(StrEnum):
-    """The device of the optimizer's arithmetic."""
+    """Device of the optimizer's arithmetic."""
 
     DEVICE = "device"
     HOST = "host"
@@ -40,7 +39,7 @@ class Attention(StrEnum):
 
 
 class LinearKind(StrEnum):
-    """The values that the blocks' matrices multiply with."""
+    """The arithmetic of the blocks' matrices."""
 
     FULL = "full"
     TERNARY = "ternary"
@@ -48,7 +47,7 @@ class LinearKind(StrEnum):
 
 
 class WidenBy(StrEnum):
-    """The unit in which coded weights are widened."""
+    """The unit in which coded weights are dequantized."""
 
     BLOCK = "block"
     MATRIX = "matrix"
@@ -64,7 +63,7 @@ class DynamicRange(StrEnum):
 
 
 class AdapterScaling(StrEnum):
-    """What the output of an adapter is multiplied with."""
+    """The scale of an adapter's output."""
 
     LORA = "lora"
     """alpha / rank (2106.09685)."""
@@ -89,14 +88,14 @@ _FLOATS: Final = (Codec.FLOAT32, Codec.BFLOAT16, Codec.FLOAT16)
 _TIERS: Final = (Placement.DEVICE, Placement.HOST, Placement.DISK)
 _ON_DEVICE_OR_HOST: Final = (Placement.DEVICE, Placement.HOST, Placement.DROPPED)
 CODED: Final = frozenset({Codec.INT8_BLOCKS, Codec.NF4})
-"""Storage that has to be widened before it is computed with."""
+"""Codecs that must be dequantized before use."""
 
 
 def setting(
     default: T, description: str, *, least: int | None = None, most: int = 2**31 - 1, codecs: tuple[Codec, ...] = (),
     placements: tuple[Placement, ...] = (), omit_if_default: bool = False,
 ) -> T:  # fmt: skip
-    """Declare one field of the plan: its value in plain training, what it means, and what is allowed."""
+    """Declare a field of the plan: default (plain training), description and range."""
     names = tuple(map(str, codecs))
     allowed = {"placement": tuple(map(str, placements)), "codec": names, "": names}
     limits = {"least": least, "most": most, "allowed": allowed}
@@ -104,72 +103,84 @@ def setting(
 
 
 added = partial(setting, omit_if_default=True)
-"""Declares a field that the first records did not know, which therefore keep it only where it is not the default."""
+"""Declare a field that older records lack; it is written only if it differs from the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """The whole table for one phase; its defaults are plain fp32 training.
+    """The plan of one phase; its defaults are plain fp32 training.
 
     Codecs of weights, gradients and boundaries are the compute dtype unless claimed.
 
     Raises:
-        PlanConflictError: a value is not allowed, or the values together describe nothing that could run.
+        PlanConflictError: a value is not allowed, or values contradict each other.
     """
 
     weight: Cell = setting(Cell(), "Weights.", placements=_TIERS, codecs=(*_FLOATS, Codec.INT8_BLOCKS, Codec.NF4))
     master: Cell = setting(
-        Cell(codec=Codec.ABSENT), "What the update works on where stored weights are less exact than float32.",
+        Cell(codec=Codec.ABSENT), "Master weights, if stored weights are less exact than float32.",
         placements=_TIERS, codecs=(Codec.FLOAT32, Codec.SPLIT16, Codec.ABSENT),
     )  # fmt: skip
-    grad: Cell = setting(Cell(), "Gradients that wait for the update.", placements=_ON_DEVICE_OR_HOST, codecs=_FLOATS)
+    grad: Cell = setting(Cell(), "Gradients until the update.", placements=_ON_DEVICE_OR_HOST, codecs=_FLOATS)
     optim_state: Cell = setting(
         Cell(), "Moments.", placements=tuple(Placement), codecs=(Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS)
     )
-    boundary: Cell = setting(Cell(), "Block inputs kept for the backward.", placements=tuple(Placement), codecs=_FLOATS)
-    compute_dtype: Codec = setting(Codec.FLOAT32, "Element type of forward and backward arithmetic.", codecs=_FLOATS)
-    recompute_every: int = setting(0, "Blocks per kept boundary, the rest is recomputed; 0: all is kept.", least=0)
-    kept_blocks: int = setting(0, "Last blocks whose activations are kept where the others' are recomputed.", least=0)
+    boundary: Cell = setting(
+        Cell(), "Block inputs kept for the backward pass.", placements=tuple(Placement), codecs=_FLOATS
+    )
+    compute_dtype: Codec = setting(Codec.FLOAT32, "Compute dtype of forward and backward pass.", codecs=_FLOATS)
+    recompute_every: int = setting(0, "Blocks per kept boundary; the rest is recomputed. 0: no recomputation.", least=0)
+    kept_blocks: int = setting(0, "Number of last blocks that keep their activations.", least=0)
     grad_accum_steps: int = setting(1, "Micro-batches per optimizer step.", least=1, most=2**16)
     schedule: Schedule = setting(
         Schedule.HORIZONTAL, "horizontal: each micro-batch passes all blocks; vertical: all pass block by block."
     )
     visit_micro_batches: int = setting(0, "Micro-batches per visit of a vertical schedule; 0: all.", least=0)
-    normalize_gradients: bool = added(True, "Gradients are the mean over a step's tokens; else a sum of means.")
-    scale_lr: bool = added(False, "The learning rate is multiplied with the number of micro-batches (1706.02677).")
+    normalize_gradients: bool = added(True, "Average gradients over micro-batches; otherwise they are summed.")
+    scale_lr: bool = added(False, "Multiply the learning rate by the number of micro-batches (1706.02677).")
     loss_chunk_tokens: int = setting(0, "Tokens per slice of the logits; 0 computes them in one piece.", least=0)
-    max_active_layers: int = setting(2, "Streamed blocks on the device at a time, those on the way included.", least=1)
-    prefetch_distance: int = setting(1, "Blocks fetched ahead of the one at work; below max_active_layers.", least=0)
-    resident_layers: int = setting(0, "Blocks whose weights stay on the device where the others' do not.", least=0)
-    widen_by: WidenBy = added(WidenBy.BLOCK, "block: coded weights are widened once a visit; matrix: less memory.")
-    static_scales: bool = setting(False, "int8 weights keep the scales of their first values.")
-    symmetric: bool = added(True, "Ranges of int8 weights are about zero; false: about the middle of values.")
-    dynamic_range: DynamicRange = added(DynamicRange.GROUP, "Elements of an int8 range: group, 256; tensor, a matrix.")
-    update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "The device of the optimizer's arithmetic.")
-    attention: Attention = added(Attention.FLASH, "flash: never holds the scores of all pairs; unfused: plain ops.")
-    linear: LinearKind = added(
-        LinearKind.FULL, "full: matrices as they are; ternary: rounded to three values where used (BitNet)."
+    max_active_layers: int = setting(
+        2, "Streamed blocks on the device at a time, including those in transfer.", least=1
     )
-    zero_stage: int = added(0, "Cut among ranks: 1 state, 2 gradients too, 3 weights too; 0: none.", least=0, most=3)
-    zero_prefetch: int = added(0, "Blocks whose cut weights are gathered ahead of the one at work.", least=0)
-    pipeline_stages: int = added(1, "Stages of the model, a rank each; 1: no pipeline.", least=1, most=2**16)
+    prefetch_distance: int = setting(1, "Blocks fetched ahead; below max_active_layers.", least=0)
+    resident_layers: int = setting(0, "Blocks whose weights stay on the device despite streaming.", least=0)
+    widen_by: WidenBy = added(
+        WidenBy.BLOCK, "Dequantization of coded weights. block: once per visit; matrix: less memory."
+    )
+    static_scales: bool = setting(False, "int8 weights keep their initial scales.")
+    symmetric: bool = added(True, "Ranges of int8 weights are symmetric about zero; false: with a zero point.")
+    dynamic_range: DynamicRange = added(
+        DynamicRange.GROUP, "Elements that share an int8 range: group, 256; tensor, a matrix."
+    )
+    update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Device of the optimizer's arithmetic.")
+    attention: Attention = added(Attention.FLASH, "flash: without storing the scores; unfused: separate ops.")
+    linear: LinearKind = added(
+        LinearKind.FULL, "full: matrices as stored; ternary: rounded to three values when used (BitNet)."
+    )
+    zero_stage: int = added(
+        0, "ZeRO stage. 1: state sharded over ranks; 2: gradients too; 3: weights too; 0: none.", least=0, most=3
+    )
+    zero_prefetch: int = added(0, "Blocks whose sharded weights are gathered ahead.", least=0)
+    pipeline_stages: int = added(1, "Pipeline stages, one rank each; 1: no pipeline.", least=1, most=2**16)
     history_codec: Codec = added(
-        Codec.ABSENT, "Storage of tensors that remember a weight's trajectory, beside the optimizer state.",
+        Codec.ABSENT, "Storage of a predictor's history, beside the optimizer state.",
         codecs=(Codec.ABSENT, Codec.FLOAT32, Codec.BFLOAT16, Codec.INT8_BLOCKS),
     )  # fmt: skip
-    history_tensors: int = added(0, "How many of them a parameter has; 0 without a predictor.", least=0, most=16)
-    async_restore: bool = added(True, "Copy state back from the host during the step after PREDICT.")
-    restore_lookahead: int = added(0, "Predicted steps before the end of PREDICT to begin that copy.", least=0)
-    adapter_rank: int = added(0, "Rank of adapters beside frozen matrices; 0: all is trained.", least=0, most=2**16)
+    history_tensors: int = added(0, "History tensors per parameter; 0 without a predictor.", least=0, most=16)
+    async_restore: bool = added(True, "State offloaded in PREDICT returns in parallel to the next step.")
+    restore_lookahead: int = added(0, "Predicted steps before the end of PREDICT at which it returns.", least=0)
+    adapter_rank: int = added(
+        0, "Rank of adapters beside frozen matrices; 0: all weights are trained.", least=0, most=2**16
+    )
     adapter_alpha: float = added(0.0, "Numerator of an adapter's scale.", least=0)
     adapter_scaling: AdapterScaling = added(AdapterScaling.LORA, "lora: alpha / rank; rslora: alpha / sqrt(rank).")
     adapter_dropout: float = added(0.0, "Dropout probability of an adapter's input.", least=0)
-    adapter_targets: str = added("", "Matrices that have an adapter, by name, separated by commas.")
-    adapter_magnitude: bool = added(False, "Adapters learn the length of each row of a matrix by itself (DoRA).")
+    adapter_targets: str = added("", "Matrices with an adapter, by name, separated by commas.")
+    adapter_magnitude: bool = added(False, "Adapters also train each row's magnitude (DoRA).")
 
     @property
     def adapter_scale(self) -> float:
-        """What the output of an adapter is multiplied with."""
+        """The scale of an adapter's output."""
         is_lora = self.adapter_scaling is AdapterScaling.LORA
         return self.adapter_alpha / (self.adapter_rank if is_lora else math.sqrt(self.adapter_rank))
 
@@ -177,21 +188,21 @@ class PhasePlan:
         _refuse([*_value_faults(self), *_contradictions(self), *_rank_faults(self)])
 
     def values(self) -> dict[str, PlanValue]:
-        """Return every value by its path, in the order of declaration."""
+        """Return all values by path, in the order of declaration."""
         return {path: attrgetter(path)(self) for path in SETTINGS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One path of the plan, as ``PhasePlan`` declares it."""
+    """A setting of the plan: a path that ``PhasePlan`` declares."""
 
     path: str
     default: PlanValue
     allowed: tuple[str, ...]
-    """Values of an enum; empty for a number."""
+    """Allowed values of an enum; empty for a number."""
     least: int | None
     most: int
-    """Of a number."""
+    """Range of a number."""
     description: str
     omit_if_default: bool
 
@@ -199,7 +210,7 @@ class Setting:
         """Return a value as the type of the setting.
 
         Raises:
-            PlanConflictError: it is of another type, the name of no member of an enum, or would be rounded.
+            PlanConflictError: wrong type, unknown enum member, or a number that would be rounded.
         """
         kind: Callable[..., PlanValue] = type(self.default)
         try:
@@ -223,7 +234,7 @@ class Setting:
 
 
 def describe_settings() -> Iterator[Setting]:
-    """Yield every path of the plan with its default, its meaning and what is allowed."""
+    """Yield every setting of the plan with default, description and range."""
     for item in fields(PhasePlan):
         default, declared = cast("PlanValue | Cell", item.default), dict(item.metadata)
         allowed = declared.pop("allowed")
@@ -240,29 +251,25 @@ SETTINGS: Final[Mapping[str, Setting]] = {found.path: found for found in describ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """One table per phase.
-
-    Raises:
-        PlanConflictError: tables differ in what cannot change between phases.
-    """
+    """Plans of all phases. Raises: PlanConflictError: phases differ in what cannot change between them."""
 
     phases: Mapping[Phase, PhasePlan]
 
     def __post_init__(self) -> None:
-        assert set(self.phases) == set(Phase), "a plan has one table for every phase"
+        assert set(self.phases) == set(Phase), "a plan without one table per phase"
         full = self.phases[Phase.FULL]
         _refuse(fault for phase in Phase for fault in border_faults(full, self.phases[phase], phase))
 
     def for_phase(self, phase: Phase) -> PhasePlan:
-        """Return the table that is in force during ``phase``."""
+        """Return the plan of ``phase``."""
         return self.phases[phase]
 
 
 def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
-    """Fill every unclaimed cell and setting.
+    """Fill unclaimed cells and settings.
 
-    Weights are stored in the compute dtype, gradients and boundaries too; a master copy exists only where the
-    stored weights are less exact than fp32; all else has the default of its declaration.
+    Weights, gradients and boundaries are stored in the compute dtype; a master exists only if stored weights are less
+    exact than fp32; all else has its default.
 
     Raises:
         PlanConflictError: as ``PhasePlan``.
@@ -283,9 +290,9 @@ def resolve(claims: Mapping[str, PlanValue]) -> PhasePlan:
 
 
 def suited(plan: PhasePlan, num_blocks: int) -> PhasePlan:
-    """Return a plan whose counts of blocks a model of ``num_blocks`` can fill: the one place where they are lowered.
+    """Return a plan whose numbers of blocks are limited to ``num_blocks``.
 
-    ``hybridtrain.planning.plan_changes`` lists each difference.
+    ``hybridtrain.planning.plan_changes`` lists the differences.
     """
     most: dict[str, int] = {}
     if plan.recompute_every:
@@ -303,11 +310,11 @@ def suited(plan: PhasePlan, num_blocks: int) -> PhasePlan:
 
 
 def check_history(plan: PhasePlan, is_needed: bool, owner: str, *, num_tensors: int = 1) -> None:
-    """Raise ``ConfigError`` unless a plan keeps the history that ``owner`` needs."""
+    """Raise ``ConfigError`` unless a plan stores the history that ``owner`` needs."""
     if is_needed and plan.history_tensors != num_tensors:
         fault = (
-            f"needs {num_tensors} tensor{'s' * (num_tensors > 1)} per parameter to remember the trajectory, the stack "
-            f"keeps {plan.history_tensors}; add an optimization of kind 'predictor_state' for this predictor"
+            f"needs {num_tensors} tensor{'s' * (num_tensors > 1)} per parameter for its history, but the stack stores "
+            f"{plan.history_tensors}; add an optimization of kind 'predictor_state' for this predictor"
         )
         raise ConfigError(owner, [fault])
 
@@ -322,7 +329,7 @@ def _value_faults(plan: PhasePlan) -> Iterator[str]:
     for path, value in plan.values().items():
         declared = SETTINGS[path]
         if declared.allowed and value not in declared.allowed:
-            yield f"{path}: {value} is not one of {', '.join(declared.allowed)}; claim one of those."
+            yield f"{path}: {value} is not one of {', '.join(declared.allowed)}; claim one of these."
         if declared.least is not None and int(value) < declared.least:
             yield f"{path}: {value} must be at least {declared.least}."
         if declared.least is not None and float(value) > declared.most:
@@ -334,7 +341,7 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
     if plan.prefetch_distance >= plan.max_active_layers > 0:
         yield (
             f"prefetch_distance: {plan.prefetch_distance} must be below max_active_layers ({plan.max_active_layers}), "
-            f"which counts the block at work too; lower it, or set max_active_layers = {plan.prefetch_distance + 1}."
+            f"which includes the current block; lower it, or set max_active_layers = {plan.prefetch_distance + 1}."
         )
     if plan.visit_micro_batches > plan.grad_accum_steps:
         yield (
@@ -343,19 +350,19 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
         )
     if plan.boundary.placement in {Placement.HOST, Placement.DISK} and not plan.recompute_every:
         yield (
-            "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it the "
-            "activations inside the blocks stay on the device and nothing would be saved."
+            "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it activations "
+            "inside the blocks stay on the device."
         )
     in_one_visit = plan.schedule is Schedule.VERTICAL and plan.visit_micro_batches in {0, plan.grad_accum_steps}
     if plan.grad.placement is Placement.DROPPED and plan.grad_accum_steps > 1 and not in_one_visit:
         yield (
-            f"grad.placement: fused_update with {plan.grad_accum_steps} accumulated micro-batches needs "
-            "grad_accumulation with schedule = 'vertical' and all micro-batches in one visit."
+            f"grad.placement: fused_update with {plan.grad_accum_steps} micro-batches needs grad_accumulation with "
+            f"schedule = 'vertical' and all micro-batches in one visit."
         )
     if plan.update_on is UpdateDevice.HOST and plan.weight.placement is Placement.DISK:
-        yield "update_on: an update on the host works in host memory; stream weights with tier = 'host', not 'disk'."
+        yield "update_on: updates on the host need weights in host memory; set weight_streaming's tier = 'host'."
     if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
-        yield "master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent."
+        yield "master.codec: split16 works with bfloat16 weights only; with int8_weights use float32 or absent."
     if plan.adapter_rank:
         yield from _adapter_faults(plan)
     elif plan.weight.codec is Codec.NF4:
@@ -365,26 +372,28 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
 def _rank_faults(plan: PhasePlan) -> Iterator[str]:
     """Yield a sentence for each plan value that cannot be sharded or split into stages."""
     if plan.zero_stage and plan.update_on is UpdateDevice.HOST:
-        yield "zero_stage: the processor updates whole parameters; set optimizer_offload's update_on = 'device'."
+        yield "zero_stage: updates on the host need whole parameters; set optimizer_offload's update_on = 'device'."
     if plan.zero_stage and plan.dynamic_range is DynamicRange.TENSOR:
         yield (
-            "dynamic_range: a rank updates a part of a matrix, which shares no range with the others; set "
+            "dynamic_range: ranks update parts of a matrix, which cannot share one range; set "
             "int8_weights' dynamic_range = 'group', or drop zero."
         )
     if plan.zero_stage == 3 and plan.weight.placement is Placement.DEVICE:
-        yield "zero_stage: 3 gathers a block into a slot; add weight_streaming, whose slots they are, or set stage = 2."
+        yield (
+            "zero_stage: stage 3 gathers blocks into weight_streaming's slots; add weight_streaming, or set stage = 2."
+        )
     if plan.zero_prefetch > (plan.prefetch_distance if plan.zero_stage == 3 else 0):
         yield (
-            f"zero_prefetch: {plan.zero_prefetch} blocks are gathered ahead, which must be cut (zero's stage = 3) and "
-            f"fetched ahead (weight_streaming's prefetch_distance, {plan.prefetch_distance}); lower zero's prefetch."
+            f"zero_prefetch: {plan.zero_prefetch} needs zero's stage = 3, and at most weight_streaming's "
+            f"prefetch_distance ({plan.prefetch_distance}); lower zero's prefetch."
         )
     if plan.zero_prefetch and plan.weight.placement is Placement.DISK:
-        yield "zero_prefetch: a file is awaited before it is gathered; set weight_streaming's tier = 'host', or 0."
+        yield "zero_prefetch: weights on disk cannot be gathered ahead; set weight_streaming's tier = 'host', or 0."
     if plan.zero_stage == 3 and plan.adapter_rank:
-        yield "zero_stage: 3 cuts weights that are trained, and lora freezes them; set stage = 2, or drop zero."
+        yield "zero_stage: stage 3 shards trained weights, which lora freezes; set stage = 2, or drop zero."
     is_pipeline = plan.pipeline_stages > 1
     if is_pipeline and plan.zero_stage:
-        yield "pipeline_stages: no two stages hold the same, so that zero has nothing to cut; drop zero, or pipeline."
+        yield "pipeline_stages: stages hold different weights, so zero has nothing to shard; drop zero, or pipeline."
     if is_pipeline and 1 < plan.visit_micro_batches < plan.grad_accum_steps:
         yield (
             f"pipeline_stages: with {plan.visit_micro_batches} micro-batches a visit, stages wait for each other; "
@@ -392,22 +401,22 @@ def _rank_faults(plan: PhasePlan) -> Iterator[str]:
         )
     if is_pipeline and plan.grad.placement is Placement.DROPPED:
         yield (
-            "pipeline_stages: fused_update changes blocks of one stage before another stage has said whether its "
-            "gradients are numbers; drop fused_update, or pipeline."
+            "pipeline_stages: fused_update would change a stage before the others have checked their gradients; drop "
+            "fused_update, or pipeline."
         )
 
 
 def _adapter_faults(plan: PhasePlan) -> Iterator[str]:
     """Yield a sentence for each plan value that adapters do not support."""
     if plan.linear is LinearKind.TERNARY:
-        yield "linear: bitnet trains the matrices themselves, lora freezes them; drop one of them."
+        yield "linear: bitnet trains the matrices, which lora freezes; drop one of them."
     if plan.static_scales:
-        yield "static_scales: lora freezes the matrices, so that their scales never change; leave static_scales out."
+        yield "static_scales: lora freezes the matrices, whose scales never change; remove static_scales."
     if plan.compute_dtype is Codec.FLOAT32 and plan.master.codec is not Codec.ABSENT:
-        fault = f"master.codec: {plan.master.codec} beside adapters that are float32 themselves"
-        yield f"{fault}; leave master out, or add mixed_precision."
+        fault = f"master.codec: {plan.master.codec} is not used, as adapters are float32 themselves"
+        yield f"{fault}; remove master, or add mixed_precision."
     if not plan.adapter_targets:
-        yield "adapter_targets: adapters need at least one matrix; name them in lora's targets."
+        yield "adapter_targets: adapters need at least one matrix; set lora's targets."
 
 
 # ---- from one phase to the next: what leaves what FULL trains as it is, to the bit
@@ -421,7 +430,7 @@ _SAME_IN_STEPS = ("optim_state", *_SAME_EVERYWHERE)
 
 
 def weight_storage(plan: PhasePlan) -> tuple[object, ...]:
-    """Return the settings that decide how weights are stored; at a border where they change they are stored anew."""
+    """Return the settings of weight storage; if they differ between phases, weights are converted."""
     is_coded, is_streamed = plan.weight.codec in CODED, plan.weight.placement is not Placement.DEVICE
     return (
         *(plan.weight, plan.master.codec, plan.compute_dtype),
@@ -436,15 +445,15 @@ def border_faults(full: PhasePlan, other: PhasePlan, phase: Phase) -> Iterator[s
     for name in _SAME_EVERYWHERE if phase is Phase.PREDICT else _SAME_IN_STEPS:
         if getattr(other, name) != getattr(full, name):
             yield (
-                f"{name}: {_words(getattr(other, name))} in {phase}, {_words(getattr(full, name))} in full; it must be "
-                "the same there: let the optimization act in every phase."
+                f"{name}: {_words(getattr(other, name))} in {phase}, {_words(getattr(full, name))} in full; it must "
+                f"be equal: let the optimization act in every phase."
             )
     if full.adapter_rank:
         master_stays = phase is Phase.PREDICT or full.master == other.master
         if weight_storage(full) != weight_storage(other) or not master_stays:
             yield (
-                f"weight: stored otherwise in {phase} than in full; frozen weights stay as they are: let "
-                "mixed_precision, int8_weights and weight_streaming act in every phase or in none."
+                f"weight: storage in {phase} differs from full, but frozen weights are not converted: let "
+                f"mixed_precision, int8_weights and weight_streaming act in every phase or in none."
             )
         return
     yield from _losses(full, other, phase)
@@ -458,12 +467,12 @@ def _losses(full: PhasePlan, other: PhasePlan, phase: Phase) -> Iterator[str]:
             continue
         allowed = f"{trained[0]} values"
         if trained[0] is Codec.INT8_BLOCKS:
-            allowed = "int8 codes without a master and with the same scales, whose grid no other storage returns to"
+            allowed = "int8 codes without a master and with equal scales"
         elif trained[0] is not Codec.FLOAT32:
             allowed += " or wider ones"
         yield (
-            f"weight: {what} are trained as {trained[0]} in full, but {phase} would keep {kept[0]}, and they would not "
-            f"come back to the bit; allowed in {phase}: {allowed}. Set master = 'float32' (or 'split16' with bfloat16 "
+            f"weight: {what} are trained as {trained[0]} in full, but {phase} would keep {kept[0]}, which is not "
+            f"exact; allowed in {phase}: {allowed}. Set master = 'float32' (or 'split16' with bfloat16 "
             f"weights) where only {phase} is meant, or let the optimization act in every phase."
         )
         return

@@ -4,15 +4,15 @@ from enum import StrEnum
 
 
 class Placement(StrEnum):
-    """The place of a tensor class between uses."""
+    """Placement of a tensor class between uses."""
 
     DEVICE = "device"
     HOST = "host"
     """Pinned memory of the host."""
     DISK = "disk"
-    """A file in a folder that the user names."""
+    """A file in the user's folder."""
     DROPPED = "dropped"
-    """Nowhere. The update uses a gradient within the backward pass; other classes are not kept in a phase."""
+    """Not stored: gradients are used within the backward pass; other classes are not kept in a phase."""
 
 
 class Codec(StrEnum):
@@ -22,12 +22,11 @@ class Codec(StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     INT8_BLOCKS = "int8_blocks"
-    """8-bit codes with one fp32 scale per 256 elements: of a dynamic map for moments (Dettmers et al., 2110.02861),
-    symmetric and evenly spaced for weights."""
+    """8-bit codes with one fp32 scale per 256 elements: dynamic map for moments (Dettmers et al., 2110.02861), even and
+    symmetric for weights."""
     NF4 = "nf4"
-    """Frozen weights only: 4-bit codes of normal quantiles, a scale per 64 of them, itself in 8 bits (Dettmers et al.,
-    2305.14314)."""
+    """Frozen weights only: 4-bit codes of normal quantiles with an 8-bit scale per 64 (Dettmers et al., 2305.14314)."""
     SPLIT16 = "split16"
-    """Master only: the low 16 bits that the bfloat16 weight lacks; together they are the exact fp32 master."""
+    """Master only: the low 16 bits of the fp32 value, which complete the bfloat16 weight exactly."""
     ABSENT = "absent"
-    """Master and history only: there is none; without a master the stored weights themselves are updated."""
+    """Master and history only: not stored; without a master the stored weights are updated."""

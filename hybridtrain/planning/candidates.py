@@ -22,7 +22,7 @@ from hybridtrain.optimizations.optimizer_offload import OptimizerOffload
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
 from hybridtrain.optimizations.zero import Zero
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.planning.dry_runs import DryRun, DryRunInputs
+from hybridtrain.planning.dry_runs import Demand, DryRun, DryRunInputs
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.cards.links import World
@@ -31,11 +31,16 @@ _VISIT_TOKENS = 16384
 """Largest micro-batch tried: beyond it no copy is hidden that was not hidden before (peers' choice on fast cards)."""
 
 
+_TIERS = ("host", "disk")
+
+
 @dataclass(frozen=True, slots=True)
 class Numerics:
     """Precision of weights and optimizer state: one level of the search."""
 
     name: str
+    label: str
+    """For a reader: what is trained, and its precision."""
     description: str
     optimizations: tuple[Optimization, ...]
     weight_bytes: float
@@ -64,26 +69,27 @@ class Numerics:
 
 LEVELS = (
     Numerics(
-        "exact", "exact fp32 master weights, fp32 moments", (MixedPrecision(master="split16"),), 2, 10, "float32"
+        "exact", "full, fp32 master, fp32 Adam", "exact fp32 master weights, fp32 moments",
+        (MixedPrecision(master="split16"),), 2, 10, "float32",
     ),
     Numerics(
-        "int8-state", "exact fp32 master weights, 8-bit moments",
+        "int8-state", "full, fp32 master, 8-bit Adam", "exact fp32 master weights, 8-bit moments",
         (MixedPrecision(master="split16"), Int8Optimizer()), 2, 4.05, "float32",
     ),
     Numerics(
-        "bf16", "bf16 weights with stochastic rounding, bf16 moments",
+        "bf16", "full, bf16, bf16 Adam", "bf16 weights with stochastic rounding, bf16 moments",
         (MixedPrecision(master="absent"), Bf16Optimizer()), 2, 4,
     ),
     Numerics(
-        "bf16-int8-state", "bf16 weights with stochastic rounding, 8-bit moments",
+        "bf16-int8-state", "full, bf16, 8-bit Adam", "bf16 weights with stochastic rounding, 8-bit moments",
         (MixedPrecision(master="absent"), Int8Optimizer()), 2, 2.05,
     ),
     Numerics(
-        "bf16-factored", "bf16 weights with stochastic rounding, factored state",
+        "bf16-factored", "full, bf16, Adafactor", "bf16 weights with stochastic rounding, factored state",
         (MixedPrecision(master="absent"),), 2, 0.02, optimizer="adafactor",
     ),
     Numerics(
-        "int8-factored", "8-bit weights with stochastic rounding, factored state",
+        "int8-factored", "full, 8-bit, Adafactor", "8-bit weights with stochastic rounding, factored state",
         (MixedPrecision(master="absent"), Int8Weights()), 1.02, 0.02, optimizer="adafactor",
     ),
 )  # fmt: skip
@@ -112,6 +118,25 @@ class Arrangement:
     def is_resident(self) -> bool:
         """Whether everything is on the card."""
         return not self.streams and not self.offloads_state
+
+    @property
+    def offload(self) -> str:
+        """What is kept off the card, for a reader: ``none``, ``weights, state to host``."""
+        return ", ".join(f"{what} to {tier}" for tier, what in self._away().items()) or "none"
+
+    @property
+    def tiers(self) -> str:
+        """Where it is kept, in a word or two: ``none``, ``host``, ``host, disk``."""
+        return ", ".join(self._away()) or "none"
+
+    def _away(self) -> dict[str, str]:
+        """Return what is kept off the card by the place where it is."""
+        all_of_it = {"weights": self.streams, "state": self.offloads_state, "boundaries": self.fuses}
+        found = dict[str, list[str]]()
+        for name in (name for name, is_away in all_of_it.items() if is_away):
+            found.setdefault("disk" if name in self.on_disk else "host", []).append(name)
+        told = {tier: "all" if len(names) == len(all_of_it) else ", ".join(names) for tier, names in found.items()}
+        return {tier: told[tier].replace("boundaries", "activations") for tier in _TIERS if tier in told}
 
     def optimizations(
         self, level: Numerics, num_micro_batches: int, keep_last: int, resident_layers: int = 0
@@ -214,12 +239,19 @@ class FitRequest:
 
     def run(self, candidate: Candidate) -> DryRun:
         """Return a candidate's dry run: that of the card that holds most, with the time of the slowest."""
-        runs = DryRunInputs(
+        runs = self._inputs(candidate).dry_run_ranks()
+        return replace(runs[0], time=max((run.time for run in runs), key=lambda time: time.seconds))
+
+    def demand(self, candidate: Candidate) -> Demand:
+        """Return the bytes that a candidate asks for, of the card that holds most, by a dry run without times."""
+        return self._inputs(candidate).demand()
+
+    def _inputs(self, candidate: Candidate) -> DryRunInputs:
+        return DryRunInputs(
             model=self.model, plan=compose(candidate.optimizations()), card=self.card, host=self.host, world=self.world,
             workload=Workload(micro_batch_size=candidate.micro_batch_size, seq_len=self.seq_len),
             config=TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]()),
-        ).dry_run_ranks()  # fmt: skip
-        return replace(runs[0], time=max((run.time for run in runs), key=lambda time: time.seconds))
+        )  # fmt: skip
 
 
 def sizes(request: FitRequest) -> Iterator[int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybridtrain.data.batches import TokenBatch
+from hybridtrain.kernel_rules import rules_of
 from hybridtrain.memory.group import Group, VirtualGroup
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
@@ -15,19 +16,23 @@ from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.account.lean_meta import lean_meta_rules
+from hybridtrain.virtual_gpu.account.lean_meta import bypass_meta_wrappers
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, OpRecord, StorageLedger
 from hybridtrain.virtual_gpu.account.observer import Lane
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
-from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS, replay_on_card
+from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS, StepMemory, replay_on_card, replay_trace
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, Host
 from hybridtrain.virtual_gpu.cards.links import Collective, World
-from hybridtrain.virtual_gpu.cards.roofline import Bound, StepTime, estimate_step
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck, StepTime, estimate_step
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 
 if TYPE_CHECKING:  # a plan without a cycle does not depend on what makes one
     from hybridtrain.hybrid.config import HybridConfig
+
+
+_BYTES_PER_TOKEN = 2 * 8
+"""Itself and its target, as int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +94,16 @@ def record_steps(
     config: TrainerConfig | None = None,
     hybrid: "HybridConfig | None" = None,
     group: Group | None = None,
+    card: Card | None = None,
 ) -> LedgerTrace:
     """Return the ledger of building the trainer and running one phase step per entry of ``batches`` on any device.
 
-    With ``hybrid`` a PREDICT phase is a step of the ledger too, and leaves its entry unused.
+    With ``hybrid`` a PREDICT phase is a step of the ledger too, and leaves its entry unused. ``card``: whose kernels
+    run; None: one with flash attention.
     """
     ledger = StorageLedger()
-    with lean_meta_rules(), ledger:
+    ledger.scratch_rules = {} if card is None else rules_of(card)
+    with bypass_meta_wrappers(), ledger:
         trainer = Trainer(model, plan, config or TrainerConfig(), transfer, ledger, group=group)
         if hybrid is None:
             for step_batches in batches:
@@ -113,6 +121,21 @@ def record_steps(
     return ledger.trace()
 
 
+def on_card(run: DryRun, card: Card, host: Host) -> DryRun:
+    """Return the dry run of one rank as it is on another card, with cuBLAS workspaces of the same size."""
+    capacity, workspace = card.allocator_capacity_bytes, card.cublas_workspace_bytes
+    fits = max(step.reserved_bytes for step in run.uncapped.steps) <= capacity
+    capped = run.uncapped if fits else replay_trace(
+        run.trace, workspace_bytes=workspace, capacity_bytes=capacity, repeats=SETTLING_STEPS
+    )  # fmt: skip
+    last = len(run.trace.steps) - 1
+    time = estimate_step(
+        run.trace.step_ops(last), card, upload_bytes=_BYTES_PER_TOKEN * run.tokens_per_step,
+        first=run.trace.steps[last].op, host=host,
+    )  # fmt: skip
+    return replace(run, card=card, host=host, capped=capped, time=time)
+
+
 def cycle_config() -> "HybridConfig":
     """Return the shortest cycle that has every phase: WARMUP, FULL, PREDICT on its own, CORRECT."""
     from hybridtrain.hybrid.config import HybridConfig  # noqa: PLC0415  as above
@@ -123,6 +146,19 @@ def cycle_config() -> "HybridConfig":
 def phases_of_cycle() -> tuple[Phase, ...]:
     """Return the phases of the steps of ``cycle_config``."""
     return (Phase.WARMUP, Phase.FULL, Phase.PREDICT, Phase.CORRECT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """The bytes that a run asks for where nothing is too small; no times. ``planned``."""
+
+    peak: StepMemory
+    """The step with the most allocated bytes of the card."""
+    reserved_bytes: int
+    """Of the card, without the CUDA context."""
+    host_bytes: int
+    host_by_class: dict[TensorClass, int]
+    disk_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,34 +181,63 @@ class DryRunInputs:
 
     def dry_run(self, num_steps: int = 2) -> DryRun:
         """Run optimizer steps of one rank on the virtual card; as the function ``dry_run``."""
-        model, plan, workload, world = self.model, self.plan, self.workload, self.world
-        check_workload(model, workload)
-        all_steps = plan.for_phase(Phase.FULL).grad_accum_steps
-        group = VirtualGroup(world.rank, world.size) if world.size > 1 else None
-        accum_steps = all_steps if self._is_pipeline else max(all_steps // world.size, 1)
-        empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
-        batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
-        transfer = VirtualTransfer()
-        phases = phases_of_cycle() if plan.for_phase(Phase.FULL).history_tensors == 1 else ()
+        model, world, transfer = self.model, self.world, VirtualTransfer()
+        phases = phases_of_cycle() if self.plan.for_phase(Phase.FULL).history_tensors == 1 else ()
         num_steps = len(phases) or num_steps
-        hybrid = cycle_config() if phases else None
-        trace = record_steps(model, plan, [[batch] * accum_steps] * num_steps, transfer, self.config, hybrid, group)
+        trace = self._record(num_steps, transfer, cycle_config() if phases else None)
+        tokens, accum_steps = self.workload.micro_batch_size * self.workload.seq_len, self._accum_steps
         uncapped, capped = replay_on_card(
             trace, self.card, config=self.allocator, record_history=self.record_history, repeats=SETTLING_STEPS
         )
         time = estimate_step(
             on_links(trace.step_ops(num_steps - 1), self.card, world, is_pipeline=self._is_pipeline), self.card,
-            upload_bytes=2 * accum_steps * empty.nbytes, first=trace.steps[-1].op,
+            upload_bytes=2 * accum_steps * tokens * np.dtype(np.int64).itemsize, first=trace.steps[-1].op,
             host=self.host.shared(world.local_size),
         )  # fmt: skip
         return DryRun(
             num_params=model.num_params, card=self.card, trace=trace, uncapped=uncapped, capped=capped,
             time=_with_idle_stages(time, world.size, accum_steps) if self._is_pipeline else time,
-            tokens_per_step=all_steps * empty.size, host=self.host,
+            tokens_per_step=self._all_steps * tokens, host=self.host,
             host_peak_bytes=transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST),
             host_by_class=transfer.tiers.by_class(Placement.HOST),
             disk_peak_bytes=transfer.tiers.peak_bytes(Placement.DISK), phases=phases, world=world,
         )  # fmt: skip
+
+    def demand(self) -> Demand:
+        """Return the bytes that two steps of a plan without a cycle ask for, of the rank that asks for most."""
+        found = []
+        for rank in sorted({0, self.world.size - 1}):
+            transfer, inputs = VirtualTransfer(), replace(self, world=replace(self.world, rank=rank))
+            trace = inputs._record(2, transfer)  # the first step makes the state
+            workspace = self.card.cublas_workspace_bytes
+            steps = replay_trace(trace, workspace_bytes=workspace, repeats=SETTLING_STEPS).steps
+            demand = Demand(
+                peak=max(steps, key=lambda step: step.allocated_bytes),
+                reserved_bytes=max(step.reserved_bytes for step in steps),
+                host_bytes=transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST),
+                host_by_class=transfer.tiers.by_class(Placement.HOST),
+                disk_bytes=transfer.tiers.peak_bytes(Placement.DISK),
+            )
+            found.append(demand)
+        return max(found, key=lambda demand: demand.reserved_bytes)
+
+    def _record(self, num_steps: int, transfer: VirtualTransfer, hybrid: "HybridConfig | None" = None) -> LedgerTrace:
+        workload, world = self.workload, self.world
+        check_workload(self.model, workload)
+        group = VirtualGroup(world.rank, world.size) if world.size > 1 else None
+        empty = np.zeros((workload.micro_batch_size, workload.seq_len), dtype=np.int64)
+        batches = [[TokenBatch(token_ids_BT=empty, target_ids_BT=empty)] * self._accum_steps] * num_steps
+        return record_steps(self.model, self.plan, batches, transfer, self.config, hybrid, group, self.card)
+
+    @property
+    def _all_steps(self) -> int:
+        """Micro-batches of a step, of all ranks."""
+        return self.plan.for_phase(Phase.FULL).grad_accum_steps
+
+    @property
+    def _accum_steps(self) -> int:
+        """Those of one rank."""
+        return self._all_steps if self._is_pipeline else max(self._all_steps // self.world.size, 1)
 
     def dry_run_ranks(self) -> tuple[DryRun, ...]:
         """Run the ranks that differ, the one that holds most of its card first; errors of ``dry_run``.
@@ -234,7 +299,7 @@ def _with_idle_stages(time: StepTime, stages: int, micro_batches: int) -> StepTi
     (S - 1) / M of its passes, for GPipe (Huang et al., 1811.06965) and 1F1B (Narayanan et al., 2104.04473) alike, where
     all stages take as long; the update waits for nobody.
     """
-    passes = time.seconds - time.seconds_by_bound.get(Bound.OPTIMIZER, 0.0)
+    passes = time.seconds - time.seconds_by_bound.get(Bottleneck.OPTIMIZER, 0.0)
     idle = passes * (stages - 1) / micro_batches
-    by_bound = time.seconds_by_bound | {Bound.LINK: time.seconds_by_bound.get(Bound.LINK, 0.0) + idle}
+    by_bound = time.seconds_by_bound | {Bottleneck.LINK: time.seconds_by_bound.get(Bottleneck.LINK, 0.0) + idle}
     return replace(time, seconds=time.seconds + idle, seconds_by_bound=by_bound)

@@ -1,14 +1,15 @@
 """Training options for a model on a card, or on several: which fit, how many bytes the others lack, their speed.
 
-For each precision, arithmetic ranks offload arrangements and micro-batch sizes; short runs of the best (``short_run``)
-estimate their speed, and how many blocks may keep their activations. A full dry run of every block is made on request
-(``confirmed``). ``recommend`` chooses the one stack of full training: the most exact that is not much slower.
+For each precision, short runs (``short_run``) of every offload arrangement and micro-batch size that may fit tell
+speed, and how many blocks may keep their activations: ``fit`` takes the fastest, ``least`` the one with the fewest
+bytes on the card. A full dry run of every block is made on request (``confirmed``). ``recommend`` chooses the one stack
+of full training: the most exact that is not much slower.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import ceil, floor, inf
+from math import ceil, floor
 from typing import Literal
 
 from hybridtrain.errors import OutOfMemoryError
@@ -27,24 +28,21 @@ from hybridtrain.planning.candidates import (
     sizes,
 )
 from hybridtrain.planning.dry_runs import DryRun
-from hybridtrain.planning.short_run import ShortRuns, arithmetic, batch_bytes, typical_pass_seconds
+from hybridtrain.planning.short_run import ShortRun, ShortRuns, arithmetic, batch_bytes, typical_pass_seconds
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS
 from hybridtrain.virtual_gpu.allocator.reserved_range import reserved_range
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
-from hybridtrain.virtual_gpu.cards.links import Collective
-from hybridtrain.virtual_gpu.cards.roofline import Bound, efficiency_of
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
-_MOST_SHORT_RUNS = 3
-"""Of one precision."""
-_WORTH_TRYING = 1.05
-"""Arithmetic may be wrong by so much: another option is run too if it is no slower than the fastest run by that."""
-_AS_FAST = 0.95
+ALIKE = 0.98
+"""Share of the highest speed from which on the arrangement that offloads least is taken."""
+AS_FAST = 0.95
 """Share of the fastest option's speed from which on another is no slower as far as short runs tell."""
-_RANKED_ROOM = 0.9
-"""Of what may be filled, as far as arithmetic is trusted while it ranks."""
+_ARITHMETIC_ERROR = 1.25
+"""What arithmetic puts so far above the room is not run."""
 
 _CONFIRMED_MICRO_BATCHES = 2
 """Of a step's, at most, in a run of every block: the second meets the gradients of the first, as all others do. Of
@@ -52,11 +50,12 @@ several cards one more, for the last sums over them."""
 
 _ADAPTERS: dict[Method, Numerics] = {
     "lora": Numerics(
-        "lora", "adapters of rank 16 beside every matrix, frozen bf16 weights", (Lora(), MixedPrecision()), 2, 0,
-        "float32",
+        "lora", "LoRA, bf16", "adapters of rank 16 beside every matrix, frozen bf16 weights",
+        (Lora(), MixedPrecision()), 2, 0, "float32",
     ),
     "qlora": Numerics(
-        "qlora", "adapters of rank 16 beside every matrix, frozen weights in 4 bits (NF4)",
+        "qlora", "QLoRA, 4-bit (NF4)",
+        "adapters of rank 16 beside every matrix, frozen weights in 4 bits (NF4)",
         (Lora(), Nf4Weights(), MixedPrecision()), 0.52, 0, "float32",
     ),
 }  # fmt: skip
@@ -88,7 +87,7 @@ _WAITS = 0.01
 class TrainingOption:
     """One precision at its fastest, or at its smallest where it does not fit.
 
-    Bytes and times are ``estimated`` from short runs, or bytes by ``arithmetic`` alone where ``tokens_per_s`` is None.
+    Bytes and times are ``estimated`` from short runs until a full dry run.
     """
 
     method: Method
@@ -99,8 +98,8 @@ class TrainingOption:
     """Of each card, as ``disk_bytes``."""
     fits: bool
     tokens_per_s: float | None = None
-    """None: it does not fit, and was not run."""
-    bound: Bound | None = None
+    """None: it does not fit."""
+    bound: Bottleneck | None = None
     run: DryRun | None = None
     """The same option, every block; of many micro-batches the first."""
     micro_batches_run: int = 0
@@ -119,7 +118,7 @@ class TrainingOption:
         if self.run is not None:
             few, count = self.micro_batches_run, self.candidate.num_micro_batches
             return "planned" if few == count else f"planned, {few} of {count} micro-batches"
-        return "arithmetic" if self.tokens_per_s is None else "estimated"
+        return "estimated"
 
     def hours(self, tokens: int) -> float | None:
         """Return the hours that so many tokens take."""
@@ -129,26 +128,55 @@ class TrainingOption:
 def fit(
     request: FitRequest,
     *,
-    methods: Sequence[Method] = METHODS,
+    methods: Sequence[str] = METHODS,
     free_share: float = MARGIN_SHARE,
     on_try: Callable[[str], None] = lambda _text: None,
     is_exhaustive: bool = False,
+    runs: ShortRuns | None = None,
 ) -> tuple[TrainingOption, ...]:
     """Return an option for each precision: those that fit, the fastest first, then the others, the smallest first.
 
     The method ``full`` trains all parameters, at each level of ``candidates.LEVELS``; ``lora`` and ``qlora`` train
-    adapters. ``free_share`` of the card's bytes stays free. ``on_try`` receives a line before each short run;
-    ``is_exhaustive`` makes one of everything that fits by arithmetic, not of the best alone.
+    adapters. A name of a precision asks for that alone. Every option has the micro-batch size that is fastest, of those
+    within 2 % the one that offloads least.
+    ``free_share`` of the card's bytes stays free. ``on_try`` receives a line before each short run. ``is_exhaustive``
+    tries disk too where host memory has room. ``runs`` are shared by requests that differ in card, host or length.
     """
-    capacity = (1 - free_share) * request.card.memory_bytes
-    search = _Search(ShortRuns(request), capacity, on_try, is_exhaustive)
-    options = [search.option(method, level) for method in methods for level in _levels(method)]
-    return in_order(options)
+    search = _search(request, free_share, on_try, runs, is_exhaustive)
+    return in_order([search.option(method, level) for method, level in precisions(methods)])
+
+
+def least(
+    request: FitRequest,
+    *,
+    methods: Sequence[str] = METHODS,
+    free_share: float = MARGIN_SHARE,
+    runs: ShortRuns | None = None,
+) -> tuple[TrainingOption, ...]:
+    """Return the option of each precision that takes least of the card: those that fit first, the smallest first.
+
+    Micro-batches are of one sequence, every block recomputes its activations, and what host memory has room for is
+    offloaded. Arguments are those of ``fit``.
+    """
+    search = _search(request, free_share, lambda _text: None, runs, False)
+    options = [search.least(method, level) for method, level in precisions(methods)]
+    return smallest_first(options)
+
+
+def _search(
+    request: FitRequest, free_share: float, on_try: Callable[[str], None], runs: ShortRuns | None, is_exhaustive: bool
+) -> "_Search":
+    return _Search(request, runs or ShortRuns(), (1 - free_share) * request.card.memory_bytes, on_try, is_exhaustive)
 
 
 def in_order(options: Iterable[TrainingOption]) -> tuple[TrainingOption, ...]:
     """Return those that fit, the fastest first, then the others, the smallest first."""
     return tuple(sorted(options, key=lambda option: (not option.fits, -speed(option), option.device_bytes)))
+
+
+def smallest_first(options: Iterable[TrainingOption]) -> tuple[TrainingOption, ...]:
+    """Return those that fit, then the others; what takes least of the card first."""
+    return tuple(sorted(options, key=lambda option: (not option.fits, option.device_bytes)))
 
 
 def best_option(options: Sequence[TrainingOption]) -> TrainingOption | None:
@@ -163,8 +191,8 @@ def best_option(options: Sequence[TrainingOption]) -> TrainingOption | None:
     fastest = max(whole or fitting, key=speed)
     if whole:
         return fastest
-    alike = [other for other in fitting if other.method == fastest.method and speed(other) >= _AS_FAST * speed(fastest)]
-    return min(alike, key=lambda option: _levels(option.method).index(option.candidate.level))
+    alike = [other for other in fitting if other.method == fastest.method and speed(other) >= AS_FAST * speed(fastest)]
+    return min(alike, key=lambda option: levels_of(option.method).index(option.candidate.level))
 
 
 def speed(option: TrainingOption) -> float:
@@ -177,35 +205,57 @@ def confirmed(
 ) -> TrainingOption:
     """Return an option after a full dry run, with fewer kept blocks where the short run kept too many.
 
+    ``leaves_margin`` keeps the range of reserved bytes free too.
+    """
+    while True:
+        run = request.run(few_micro_batches(option.candidate))
+        whole = after_run(request, option, run, free_share=free_share, leaves_margin=leaves_margin)
+        if whole.fits or not whole.candidate.keep_last:
+            return whole
+        option = with_fewer_kept(request, whole, free_share=free_share)
+
+
+def with_fewer_kept(request: FitRequest, option: TrainingOption, *, free_share: float = MARGIN_SHARE) -> TrainingOption:
+    """Return an option that its full dry run did not fit, with as many kept blocks as may."""
+    candidate = option.candidate
+    over = option.device_bytes + option.margin_bytes - (1 - free_share) * request.card.memory_bytes
+    fewer = ceil(over / max(1.0, candidate.kept_bytes)) if over > 0 else 1
+    return replace(option, candidate=replace(candidate, keep_last=max(0, candidate.keep_last - max(1, fewer))))
+
+
+def few_micro_batches(candidate: Candidate) -> Candidate:
+    """Return a candidate with the micro-batches that its full dry run has."""
+    few = min(candidate.num_micro_batches, _CONFIRMED_MICRO_BATCHES + (candidate.world > 1))
+    return replace(candidate, num_micro_batches=few)
+
+
+def after_run(
+    request: FitRequest, option: TrainingOption, run: DryRun, *, free_share: float = MARGIN_SHARE,
+    leaves_margin: bool = False,
+) -> TrainingOption:  # fmt: skip
+    """Return an option after its full dry run, of ``few_micro_batches``.
+
     Of more than two micro-batches the first two are run. Others take as long as the second, and their bytes on card
-    and host are arithmetic: tokens, and where all pass a block together its inputs. ``leaves_margin`` keeps the range
-    of reserved bytes free too.
+    and host are arithmetic: tokens, and where all pass a block together its inputs.
     """
     capacity, machine = (1 - free_share) * request.card.memory_bytes, request.rank_host
-    candidate = option.candidate
+    candidate, few = option.candidate, few_micro_batches(option.candidate).num_micro_batches
     fuses, count = candidate.arrangement.fuses, candidate.num_micro_batches
-    few = min(count, _CONFIRMED_MICRO_BATCHES + (candidate.world > 1))
-    while True:
-        run = request.run(replace(candidate, num_micro_batches=few))
-        all_of_them = arithmetic(request, request.model, candidate)
-        those_run = arithmetic(request, request.model, replace(candidate, num_micro_batches=few))
-        batches = (count - few) * batch_bytes(request, candidate)
-        device = run.device_used_bytes + batches + all_of_them.card - those_run.card
-        margin = _margin_bytes(run) if leaves_margin else 0
-        host = run.host_peak_bytes + all_of_them.host - those_run.host
-        fits_host = host <= machine.tensor_bytes and run.disk_peak_bytes <= machine.disk_bytes
-        fits = run.fits and device + margin <= capacity and fits_host
-        if fits or not candidate.keep_last:
-            seconds = run.time.seconds + (count - few) * (
-                run.time.seconds / few if fuses else typical_pass_seconds(run, candidate)
-            )
-            return replace(
-                option, candidate=candidate, device_bytes=device, host_bytes=host, disk_bytes=run.disk_peak_bytes,
-                tokens_per_s=request.tokens_per_step / seconds, bound=run.bound, run=run, fits=fits,
-                micro_batches_run=few, margin_bytes=margin,
-            )  # fmt: skip
-        fewer = ceil((device + margin - capacity) / max(1.0, candidate.kept_bytes)) if device + margin > capacity else 1
-        candidate = replace(candidate, keep_last=max(0, candidate.keep_last - max(1, fewer)))
+    all_of_them = arithmetic(request, request.model, candidate)
+    those_run = arithmetic(request, request.model, replace(candidate, num_micro_batches=few))
+    batches = (count - few) * batch_bytes(request, candidate)
+    device = run.device_used_bytes + batches + all_of_them.card - those_run.card
+    margin = _margin_bytes(run) if leaves_margin else 0
+    host = run.host_peak_bytes + all_of_them.host - those_run.host
+    fits_host = host <= machine.tensor_bytes and run.disk_peak_bytes <= machine.disk_bytes
+    seconds = run.time.seconds + (count - few) * (
+        run.time.seconds / few if fuses else typical_pass_seconds(run, candidate)
+    )
+    return replace(
+        option, device_bytes=device, host_bytes=host, disk_bytes=run.disk_peak_bytes,
+        tokens_per_s=request.tokens_per_step / seconds, bound=run.bound, run=run,
+        fits=run.fits and device + margin <= capacity and fits_host, micro_batches_run=few, margin_bytes=margin,
+    )  # fmt: skip
 
 
 def _margin_bytes(run: DryRun) -> int:
@@ -213,29 +263,20 @@ def _margin_bytes(run: DryRun) -> int:
     return reserved_range(run.trace, workspace_bytes=workspace, repeats=SETTLING_STEPS, with_lengths=False).margin_bytes
 
 
-def _levels(method: Method) -> tuple[Numerics, ...]:
+def precisions(names: Collection[str]) -> list[tuple[Method, Numerics]]:
+    """Return what names of methods, or of single precisions, ask for; the most exact first."""
+    every = [(method, level) for method in METHODS for level in levels_of(method)]
+    return [(method, level) for method, level in every if method in names or level.name in names]
+
+
+def levels_of(method: Method) -> tuple[Numerics, ...]:
+    """Return the precisions of a method, the most exact first."""
     return LEVELS if method == "full" else (_ADAPTERS[method],)
 
 
 @dataclass(frozen=True, slots=True)
-class _ArithmeticTime:
-    """Seconds of a step by arithmetic."""
-
-    compute: float
-    copies: float
-    """Of the lane that has most to do: bus in, bus out, drive."""
-    update: float
-    is_fused: bool
-    """The update passes beside the copies, not after them."""
-
-    def seconds(self, factor: float) -> float:
-        """Return all of it, with a factor for what arithmetic leaves out of a pass, as a short run tells it."""
-        compute = factor * self.compute
-        return max(compute + self.update, self.copies) if self.is_fused else max(compute, self.copies) + self.update
-
-
-@dataclass(frozen=True, slots=True)
 class _Search:
+    request: FitRequest
     runs: ShortRuns
     capacity: float
     on_try: Callable[[str], None]
@@ -243,42 +284,91 @@ class _Search:
 
     def option(self, method: Method, level: Numerics) -> TrainingOption:
         """Return the fastest option of one precision, or its smallest."""
-        request = self.runs.request
-        tiers = _tiers(request, level)
+        tiers = tiers_of(self.request, level)
         for arrangements in (sum(tiers, ()),) if self.is_exhaustive else tiers:
-            found = self._found(method, level, arrangements)
+            found = list(self._found(method, level, arrangements))
+            if found:  # those that offload least are first
+                return next(option for option in found if speed(option) >= ALIKE * max(map(speed, found)))
+        return self._nearest(method, level, sum(tiers, ()))
+
+    def least(self, method: Method, level: Numerics) -> TrainingOption:
+        """Return the option of one precision that takes least of the card: micro-batches of 1, nothing kept."""
+        tiers = tiers_of(self.request, level)
+        for arrangements in tiers:
+            candidates = [self._candidate(level, arrangement, 1) for arrangement in arrangements]
+            shorts = [self.runs.of(self.request, candidate) for candidate in candidates if self._may_fit(candidate)]
+            found = [self._option(method, short, 0) for short in shorts if short.most_kept(self.capacity) is not None]
             if found:
-                return max(found, key=speed)
-        return _smallest(request, method, level, tiers, self.capacity)
+                return min(found, key=lambda option: option.device_bytes)
+        return self._nearest(method, level, sum(tiers, ()))
 
-    def _found(self, method: Method, level: Numerics, arrangements: Sequence[Arrangement]) -> list[TrainingOption]:
-        request, found = self.runs.request, list[TrainingOption]()
-        waiting = list(_ranked(request, level, arrangements, self.capacity, skips=not self.is_exhaustive))
-        factor, fastest, most = 1.0, inf, len(waiting) if self.is_exhaustive else _MOST_SHORT_RUNS
-        for _ in range(min(most, len(waiting))):
-            rough, candidate = waiting.pop(min(range(len(waiting)), key=lambda i: waiting[i][0].seconds(factor)))
-            if rough.seconds(factor) > _WORTH_TRYING * fastest and not self.is_exhaustive:
-                break
-            self.on_try(f"{level.name}, {candidate.arrangement.name}: {candidate.micro_batch_size} x {request.seq_len}")
-            short = self.runs.of(candidate)
-            factor = short.computing(candidate.keep_last) / rough.compute
-            kept = short.most_kept(self.capacity)
-            if kept is None:
-                continue
-            fastest = min(fastest, short.seconds(kept))
-            tokens_per_s = request.tokens_per_step / short.seconds(kept)
-            more = short.device_bytes(1) - short.device_bytes(0)
-            chosen = replace(candidate, keep_last=kept, kept_bytes=more, tokens_per_s=tokens_per_s)
-            option = TrainingOption(
-                method=method, candidate=chosen, device_bytes=short.device_bytes(kept),
-                host_bytes=short.host_bytes(kept), disk_bytes=arithmetic(request, request.model, chosen).disk,
-                fits=True, bound=short.bound(kept), tokens_per_s=tokens_per_s,
-            )  # fmt: skip
-            found.append(option)
-        return found
+    def _found(self, method: Method, level: Numerics, arrangements: Sequence[Arrangement]) -> Iterator[TrainingOption]:
+        """Yield an option for each arrangement at the fastest of its micro-batch sizes, the largest of equal ones."""
+        request, roomy = self.request, 0
+        for arrangement in arrangements:
+            found = list[TrainingOption]()
+            for size in sizes(request):
+                if size <= roomy and not arrangement.is_resident:
+                    continue  # all on the card nothing is recomputed and nothing waits: elsewhere it is no faster
+                candidate = self._candidate(level, arrangement, size)
+                if not self._may_fit(candidate):
+                    continue
+                self.on_try(f"{level.name}, {arrangement.name}: {size} x {request.seq_len}")
+                short = self.runs.of(request, candidate)
+                kept = short.most_kept(self.capacity)
+                if kept is not None:
+                    found.append(self._option(method, short, kept))
+                if arrangement.is_resident and kept == request.model.num_blocks:
+                    roomy = max(roomy, size)
+            if found:
+                yield max(found, key=speed)
+
+    def _nearest(self, method: Method, level: Numerics, arrangements: Sequence[Arrangement]) -> TrainingOption:
+        """Return the option that misses by the smallest share."""
+        request, machine = self.request, self.request.rank_host
+
+        def share(option: TrainingOption) -> float:
+            return max(option.device_bytes / self.capacity, option.host_bytes / machine.tensor_bytes)
+
+        shorts = [self.runs.of(request, self._candidate(level, arrangement, 1)) for arrangement in arrangements]
+        options = [
+            TrainingOption(
+                method=method, candidate=short.candidate, device_bytes=short.device_bytes(0),
+                host_bytes=short.host_bytes(0), fits=False,
+                disk_bytes=arithmetic(request, request.model, short.candidate).disk,
+            )
+            for short in shorts
+        ]  # fmt: skip
+        return min(options, key=share)
+
+    def _candidate(self, level: Numerics, arrangement: Arrangement, size: int) -> Candidate:
+        return Candidate(
+            level=level, arrangement=arrangement, micro_batch_size=size,
+            num_micro_batches=self.request.rank_sequences // size, keep_last=0, world=self.request.world.size,
+        )  # fmt: skip
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        """Return whether arithmetic does not rule it out."""
+        needs, machine = arithmetic(self.request, self.request.model, candidate), self.request.rank_host
+        return (
+            needs.card <= _ARITHMETIC_ERROR * self.capacity
+            and needs.host <= _ARITHMETIC_ERROR * machine.tensor_bytes
+            and needs.disk <= machine.disk_bytes
+        )
+
+    def _option(self, method: Method, short: ShortRun, kept: int) -> TrainingOption:
+        request, seconds = self.request, short.seconds(kept)
+        more = short.device_bytes(1) - short.device_bytes(0)
+        tokens_per_s = request.tokens_per_step / seconds
+        candidate = replace(short.candidate, keep_last=kept, kept_bytes=more, tokens_per_s=tokens_per_s)
+        return TrainingOption(
+            method=method, candidate=candidate, device_bytes=short.device_bytes(kept),
+            host_bytes=short.host_bytes(kept), disk_bytes=arithmetic(request, request.model, candidate).disk,
+            fits=True, bound=short.bound(kept), tokens_per_s=tokens_per_s,
+        )  # fmt: skip
 
 
-def _tiers(request: FitRequest, level: Numerics) -> tuple[tuple[Arrangement, ...], ...]:
+def tiers_of(request: FitRequest, level: Numerics) -> tuple[tuple[Arrangement, ...], ...]:
     """Return groups of arrangements: one is tried where none of the group before has room."""
     if level.name in _ADAPTERS:
         return (_ADAPTER_ARRANGEMENTS,)
@@ -287,99 +377,6 @@ def _tiers(request: FitRequest, level: Numerics) -> tuple[tuple[Arrangement, ...
     if level.optimizer != "adamw":  # works on whole matrices, which ranks do not cut
         return (tuple(arrangement for arrangement in ARRANGEMENTS if not arrangement.fuses),)
     return (CUT_ARRANGEMENTS,)
-
-
-def _smallest(
-    request: FitRequest, method: Method, level: Numerics, tiers: Sequence[Sequence[Arrangement]], capacity: float
-) -> TrainingOption:
-    """Return the option that misses by the smallest share, by arithmetic."""
-    found = []
-    for arrangement in (arrangement for arrangements in tiers for arrangement in arrangements):
-        candidate = Candidate(
-            level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=request.rank_sequences,
-            keep_last=0, world=request.world.size,
-        )  # fmt: skip
-        needs = arithmetic(request, request.model, candidate)
-        device = needs.card + request.card.context_bytes
-        short_by = max(device / capacity, needs.host / request.rank_host.tensor_bytes)
-        found.append((short_by, device, needs, candidate))
-    _, device, needs, candidate = min(found, key=lambda item: item[0])
-    return TrainingOption(
-        method=method, candidate=candidate, device_bytes=device, host_bytes=needs.host, disk_bytes=needs.disk,
-        fits=False,
-    )  # fmt: skip
-
-
-def _ranked(
-    request: FitRequest, level: Numerics, arrangements: Sequence[Arrangement], capacity: float, *, skips: bool
-) -> Iterator[tuple[_ArithmeticTime, Candidate]]:
-    """Yield what fits by arithmetic, with its seconds by arithmetic; leave out what can be no faster if asked to."""
-    room, machine = capacity - request.card.context_bytes, request.rank_host
-    blocks, roomy = request.model.num_blocks, 0
-    for arrangement in arrangements:
-        for size in sizes(request):
-            if skips and size <= roomy and not arrangement.is_resident:
-                continue  # all on the card nothing is recomputed and nothing waits: elsewhere it is no faster
-            candidate = Candidate(
-                level=level, arrangement=arrangement, micro_batch_size=size,
-                num_micro_batches=request.rank_sequences // size, keep_last=0, world=request.world.size,
-            )  # fmt: skip
-            none = arithmetic(request, request.model, candidate)
-            if none.card > room or none.host > machine.tensor_bytes or none.disk > machine.disk_bytes:
-                continue
-            kept = 0
-            if not arrangement.fuses:
-                every = arithmetic(request, request.model, replace(candidate, keep_last=blocks)).card
-                per_block = max(1.0, (every - none.card) / blocks)
-                kept = min(blocks, max(0, int((_RANKED_ROOM * room - none.card) / per_block)))
-            candidate = replace(candidate, keep_last=kept)
-            yield _arithmetic_time(request, candidate), candidate
-            if arrangement.is_resident and kept == blocks:
-                roomy = max(roomy, size)
-
-
-def _arithmetic_time(request: FitRequest, candidate: Candidate) -> _ArithmeticTime:
-    """Return a step's seconds by arithmetic, good enough to rank: matmuls, sums of gradients, the bus, the update."""
-    model, card, level, arrangement = request.model, request.card, candidate.level, candidate.arrangement
-    shares, count = efficiency_of(card), candidate.num_micro_batches
-    rows = candidate.micro_batch_size * request.seq_len
-    in_blocks = model.num_blocks * block_params(model)
-    trains = level.state_bytes > 0
-    waves = rows * model.ffn_width / 128**2 / max(card.sms, 1)
-    rate = shares.matmul * waves / (waves + shares.waves_half) * card.flops_per_second["bfloat16"]
-    recomputed = 1 - candidate.keep_last / model.num_blocks
-    passes = (3 if trains else 2) + recomputed
-    compute = count * rows * (2 * in_blocks * passes + 6 * model.vocab_size * model.width) / rate
-    bus = card.bus_bytes_per_second * shares.bus
-    visits = 1 if arrangement.fuses else count
-    weights = in_blocks * level.weight_bytes
-    bytes_in = 2 * visits * weights * arrangement.streams
-    bytes_out = drive = 0.0
-    params = model.num_params * trains
-    owned = params / (request.world.size if arrangement.zero_stage else 1)
-    update = owned * (2 * level.state_bytes + 2 * level.weight_bytes + level.grad_bytes)
-    update_seconds = update / (card.memory_bytes_per_second * shares.memory)
-    if request.world.size > 1:
-        shared = params * (level.grad_bytes + level.weight_bytes) + 2 * count * weights * arrangement.cuts_weights
-        update_seconds += request.world.seconds(Collective.ALL_GATHER, int(shared), request.world.size, card)
-    added = count * params * (2 * level.grad_bytes + level.weight_bytes)  # each micro-batch's gradients to their sum
-    compute += added / (card.memory_bytes_per_second * shares.memory)
-    if arrangement.fuses:
-        state = level.state_bytes * params
-        boundaries = 2 * count * rows * model.width * model.num_blocks
-        bytes_in += state + boundaries + 2 * weights  # the norm is found by a pass of its own
-        bytes_out += state + weights + boundaries
-        passed = {"weights": 5 * weights, "state": 2 * state, "boundaries": 4 * boundaries}
-        drive = sum(passed[name] for name in arrangement.on_disk) / request.host.disk_bytes_per_second
-        return _ArithmeticTime(2 * compute, max(bytes_in / bus, bytes_out / bus, drive), update_seconds, is_fused=True)
-    if arrangement.offloads_state:
-        bytes_in += (count - 1) * level.grad_bytes * params
-        bytes_out += count * level.grad_bytes * params
-        update_seconds = max(update_seconds, (level.state_bytes + level.grad_bytes) * owned / bus)
-        if "state" in arrangement.on_disk:
-            drive = 2 * level.state_bytes * params / request.host.disk_bytes_per_second
-            update_seconds = max(update_seconds, drive)
-    return _ArithmeticTime(compute, max(bytes_in, bytes_out) / bus, update_seconds, is_fused=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,7 +443,7 @@ def _with_resident_blocks(request: FitRequest, option: TrainingOption, free_shar
     """Return the option with as many blocks on the card as there is room for, where the step waits for the bus."""
     candidate, run = option.candidate, option.run
     assert run is not None, "the option was run"
-    waits = run.time.seconds_by_bound.get(Bound.TRANSFER, 0.0) > _WAITS * run.time.seconds
+    waits = run.time.seconds_by_bound.get(Bottleneck.TRANSFER, 0.0) > _WAITS * run.time.seconds
     if not candidate.arrangement.streams or not waits:
         return option
     room = (1 - free_share - _SHORT_RUN_SLACK) * request.card.memory_bytes - option.device_bytes - option.margin_bytes
@@ -467,6 +464,6 @@ def _nothing_fits(request: FitRequest, options: tuple[TrainingOption, ...], free
     return (
         f"nothing fits: the smallest stack tried takes {format_bytes(round(smallest.device_bytes))} of "
         f"{format_bytes(request.card.memory_bytes)} on the card and {format_bytes(round(smallest.host_bytes))} of "
-        f"{format_bytes(request.host.tensor_bytes)} of host memory (arithmetic{margin}); "
+        f"{format_bytes(request.host.tensor_bytes)} of host memory (estimated{margin}); "
         "take a smaller --seq, a larger card, or more host memory."
     )

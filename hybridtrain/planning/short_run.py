@@ -6,7 +6,7 @@ of what is left out are arithmetic's. All figures are ``estimated``; a whole dry
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -16,6 +16,7 @@ import numpy as np
 
 from hybridtrain.data.batches import TokenBatch
 from hybridtrain.engine.step_visit import upload_batch
+from hybridtrain.kernel_rules import rules_of
 from hybridtrain.memory.group import VirtualGroup
 from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, block_params
@@ -28,11 +29,12 @@ from hybridtrain.planning.dry_runs import DryRun, on_links, record_steps
 from hybridtrain.planning.plan_bytes import PlanBytes, bytes_of
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.account.lean_meta import lean_meta_rules
-from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.lean_meta import bypass_meta_wrappers
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.allocator.replay import replay_trace
-from hybridtrain.virtual_gpu.cards.roofline import Bound, TimedOp, estimate_step
+from hybridtrain.virtual_gpu.cards.card import Card
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck, TimedOp, estimate_step
 
 _BLOCKS = 3
 """Two recomputed ones, and one that keeps its activations."""
@@ -60,14 +62,15 @@ class _Passes:
     """Forward and backward passes of a few micro-batches through a few blocks, one of them kept; without an update."""
 
     def __init__(self, request: FitRequest, candidate: Candidate) -> None:
-        self.candidate, self._fuses = candidate, candidate.arrangement.fuses
-        self.model = replace(request.model, num_blocks=min(_BLOCKS, request.model.num_blocks))
+        self.candidate, self.fuses = candidate, candidate.arrangement.fuses
+        self.model = _of_few_blocks(request.model)
         plan = compose(candidate.optimizations())
         size, length, count = candidate.micro_batch_size, request.seq_len, candidate.num_micro_batches
         empty = np.zeros((size, length), dtype=np.int64)
         batch = TokenBatch(token_ids_BT=empty, target_ids_BT=empty)
         transfer, ledger = VirtualTransfer(), StorageLedger()
-        with lean_meta_rules(), ledger:
+        ledger.scratch_rules = rules_of(request.card)
+        with bypass_meta_wrappers(), ledger:
             config = TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]())
             trainer = Trainer(self.model, plan, config, transfer, ledger, group=_group_of(request))
             ledger.begin_step()
@@ -75,16 +78,30 @@ class _Passes:
                 batches = [upload_batch(batch, transfer) for _ in range(count)]
             grads = trainer.executor.grads
             trainer.executor.forward_backward(
-                batches, seed=0, on_block_done=(lambda unit: grads.take(unit.name)) if self._fuses else None
+                batches, seed=0, on_block_done=(lambda unit: grads.take(unit.name)) if self.fuses else None
             )
-        trace, card = ledger.trace(), request.card
-        replay = replay_trace(trace, workspace_bytes=card.cublas_workspace_bytes)
-        self.device_bytes = replay.steps[-1].reserved_bytes + card.context_bytes
+        self.trace, self.upload_bytes = ledger.trace(), 2 * count * empty.nbytes
         self.host_bytes = transfer.host_bytes + transfer.tiers.peak_bytes(Placement.HOST)
+        self._reserved: dict[int, int] = {}
+
+    def device_bytes(self, card: Card) -> int:
+        """Return the peak bytes of a card, CUDA context included."""
+        workspace = card.cublas_workspace_bytes
+        if workspace not in self._reserved:
+            self._reserved[workspace] = replay_trace(self.trace, workspace_bytes=workspace).steps[-1].reserved_bytes
+        return self._reserved[workspace] + card.context_bytes
+
+
+class _PassTimes:
+    """Seconds of such passes on a card."""
+
+    def __init__(self, passes: _Passes, request: FitRequest) -> None:
+        trace, card = passes.trace, request.card
         time = estimate_step(
             on_links(trace.step_ops(0), card, request.world, is_pipeline=False), card,
-            upload_bytes=2 * count * empty.nbytes, first=trace.steps[0].op, host=request.rank_host,
+            upload_bytes=passes.upload_bytes, first=trace.steps[0].op, host=request.rank_host,
         )  # fmt: skip
+        self._fuses, self._depth = passes.fuses, passes.model.num_blocks
         self.by_bound = time.seconds_by_bound
         self.shares = tuple(self._shared(part) for part in self._by_unit(time.ops))
 
@@ -102,66 +119,93 @@ class _Passes:
         return parts
 
     def _shared(self, seconds: defaultdict[str, float]) -> _Shares:
-        depth = self.model.num_blocks
-        middle, last = f"block.{max(0, depth - 2)}", f"block.{depth - 1}"
+        middle, last = f"block.{max(0, self._depth - 2)}", f"block.{self._depth - 1}"
         rest = sum(value for unit, value in seconds.items() if not unit.startswith("block."))
         return _Shares(rest, seconds[middle], seconds[middle if self._fuses else last])
 
 
 class _Update(NamedTuple):
     seconds_per_param: float
-    bound: Bound
+    bound: Bottleneck
 
 
 class ShortRuns:
-    """Short runs of a request, each made once."""
+    """Short runs, each made once: of one model or several, at any length. Cards, hosts and links share them."""
 
-    def __init__(self, request: FitRequest) -> None:
-        self.request = request
-        self._passes: dict[tuple[object, ...], _Passes] = {}
-        self._updates: dict[tuple[object, ...], _Update] = {}
+    def __init__(self) -> None:
+        self._passes: dict[Hashable, _Passes] = {}
+        self._pass_times: dict[Hashable, _PassTimes] = {}
+        self._updates: dict[Hashable, LedgerTrace] = {}
+        self._update_times: dict[Hashable, _Update] = {}
 
-    def of(self, candidate: Candidate) -> "ShortRun":
+    def of(self, request: FitRequest, candidate: Candidate) -> "ShortRun":
         """Return the short run of a candidate, whatever number of blocks it keeps."""
         level, arrangement = candidate.level, candidate.arrangement
         most = _MICRO_BATCHES[arrangement.fuses] if candidate.world == 1 else _SUMMED_MICRO_BATCHES
         few = min(candidate.num_micro_batches, most)
-        key = (arrangement, candidate.micro_batch_size, level.accumulator, level.weight_bytes, _is_frozen(level))
+        key = (
+            _of_few_blocks(request.model), request.seq_len, candidate.world, few, arrangement,
+            candidate.micro_batch_size, level.accumulator, level.weight_bytes, _is_frozen(level),
+            request.card.has_bfloat16_tensor_cores,  # decides on the kernels
+        )  # fmt: skip
         if key not in self._passes:
             short = replace(candidate, num_micro_batches=few, keep_last=int(not arrangement.fuses), resident_layers=0)
-            self._passes[key] = _Passes(self.request, short)
-        if (level, arrangement) not in self._updates:
-            self._updates[level, arrangement] = self._update(level, arrangement)
-        return ShortRun(self.request, candidate, self._passes[key], self._updates[level, arrangement])
+            self._passes[key] = _Passes(request, short)
+        return ShortRun(request, candidate, self._passes[key], self)
 
-    def _update(self, level: Numerics, arrangement: Arrangement) -> _Update:
+    def pass_times(self, request: FitRequest, passes: _Passes) -> _PassTimes:
+        """Return the times of passes on the request's card."""
+        key = (id(passes), request.card, request.host, request.world)  # passes live as long as this
+        if key not in self._pass_times:
+            self._pass_times[key] = _PassTimes(passes, request)
+        return self._pass_times[key]
+
+    def update_time(self, request: FitRequest, level: Numerics, arrangement: Arrangement) -> _Update:
+        """Return the time of an update on the request's card."""
         if _is_frozen(level):
-            return _Update(0.0, Bound.OPTIMIZER)  # of a hundredth of the parameters
-        model = replace(self.request.model, num_blocks=_UPDATED_BLOCKS, vocab_size=_FEW_WORDS)
+            return _Update(0.0, Bottleneck.OPTIMIZER)  # of a hundredth of the parameters
+        model = replace(request.model, num_blocks=_UPDATED_BLOCKS, vocab_size=_FEW_WORDS)
         if block_params(model) > _MANY_PARAMS:
             model = replace(model, ffn_width=min(model.ffn_width, model.width))
-        candidate = Candidate(
-            level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=1, keep_last=0,
-            world=self.request.world.size,
-        )  # fmt: skip
-        empty = np.zeros((1, _NO_TOKENS.seq_len), dtype=np.int64)
-        batches = [[TokenBatch(token_ids_BT=empty, target_ids_BT=empty)]] * 2  # the first step makes the state
-        config = TrainerConfig(optimizer=OPTIMIZERS[level.optimizer]())
-        plan, group = compose(candidate.optimizations()), _group_of(self.request)
-        trace = record_steps(model, plan, batches, VirtualTransfer(), config, group=group)
-        card, world = self.request.card, self.request.world
-        time = estimate_step(
-            on_links(trace.step_ops(1), card, world, is_pipeline=False), card, upload_bytes=0,
-            first=trace.steps[1].op, host=self.request.rank_host,
-        )  # fmt: skip
-        clock = seconds = 0.0
-        measured = f"block.{0 if arrangement.fuses else _UPDATED_BLOCKS - 1}"
-        for timed in (timed for timed in time.ops if timed.op.lane is Lane.COMPUTE):
-            end = timed.start_s + timed.duration_s
-            seconds += end - clock if timed.op.stage is Stage.UPDATE and timed.op.unit == measured else 0.0
-            clock = end
-        by_bound = {b: s for b, s in time.seconds_by_bound.items() if b not in {Bound.COMPUTE, Bound.MEMORY}}
-        return _Update(seconds / block_params(model), max(by_bound, key=lambda bound: by_bound[bound]))
+        of_trace = (model, level, arrangement, request.world.size)
+        if of_trace not in self._updates:
+            self._updates[of_trace] = _update_trace(request, model, level, arrangement)
+        key = (of_trace, request.card, request.host, request.world)
+        if key not in self._update_times:
+            self._update_times[key] = _update_time(request, model, arrangement, self._updates[of_trace])
+        return self._update_times[key]
+
+
+def _of_few_blocks(model: ModelConfig) -> ModelConfig:
+    return replace(model, num_blocks=min(_BLOCKS, model.num_blocks))
+
+
+def _update_trace(request: FitRequest, model: ModelConfig, level: Numerics, arrangement: Arrangement) -> LedgerTrace:
+    candidate = Candidate(
+        level=level, arrangement=arrangement, micro_batch_size=1, num_micro_batches=1, keep_last=0,
+        world=request.world.size,
+    )  # fmt: skip
+    empty = np.zeros((1, _NO_TOKENS.seq_len), dtype=np.int64)
+    batches = [[TokenBatch(token_ids_BT=empty, target_ids_BT=empty)]] * 2  # the first step makes the state
+    config = TrainerConfig(optimizer=OPTIMIZERS[level.optimizer]())
+    plan, group = compose(candidate.optimizations()), _group_of(request)
+    return record_steps(model, plan, batches, VirtualTransfer(), config, group=group)
+
+
+def _update_time(request: FitRequest, model: ModelConfig, arrangement: Arrangement, trace: LedgerTrace) -> _Update:
+    card, world = request.card, request.world
+    time = estimate_step(
+        on_links(trace.step_ops(1), card, world, is_pipeline=False), card, upload_bytes=0, first=trace.steps[1].op,
+        host=request.rank_host,
+    )  # fmt: skip
+    clock = seconds = 0.0
+    measured = f"block.{0 if arrangement.fuses else _UPDATED_BLOCKS - 1}"
+    for timed in (timed for timed in time.ops if timed.op.lane is Lane.COMPUTE):
+        end = timed.start_s + timed.duration_s
+        seconds += end - clock if timed.op.stage is Stage.UPDATE and timed.op.unit == measured else 0.0
+        clock = end
+    by_bound = {b: s for b, s in time.seconds_by_bound.items() if b not in {Bottleneck.COMPUTE, Bottleneck.MEMORY}}
+    return _Update(seconds / block_params(model), max(by_bound, key=lambda bound: by_bound[bound]))
 
 
 def _group_of(request: FitRequest) -> VirtualGroup | None:
@@ -174,46 +218,54 @@ def _is_frozen(level: Numerics) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShortRun:
-    """A candidate's figures, extended from short runs."""
+    """A candidate's figures, extended from short runs. Bytes are known without times."""
 
     request: FitRequest
     candidate: Candidate
     passes: _Passes
-    update: _Update
+    runs: ShortRuns
 
     def seconds(self, kept: int) -> float:
         """Return the seconds of a whole step."""
         return self._passing(kept) + self._updating
 
-    def bound(self, kept: int) -> Bound:
+    def bound(self, kept: int) -> Bottleneck:
         """Return the bottleneck of a step."""
-        passing = self._passing(kept)
-        share = passing / sum(self.passes.by_bound.values())
-        parts = defaultdict[Bound, float](float, {b: share * s for b, s in self.passes.by_bound.items()})
-        parts[self.update.bound] += self._updating
+        passing, by_bound = self._passing(kept), self._times.by_bound
+        share = passing / sum(by_bound.values())
+        parts = defaultdict[Bottleneck, float](float, {b: share * s for b, s in by_bound.items()})
+        parts[self._update.bound] += self._updating
         return max(parts, key=lambda bound: parts[bound])
 
     def computing(self, kept: int) -> float:
         """Return the seconds of a step in which the card computes or moves its own memory, update apart."""
-        by_bound = self.passes.by_bound
-        busy = sum(by_bound.get(bound, 0.0) for bound in (Bound.COMPUTE, Bound.MEMORY))
+        by_bound = self._times.by_bound
+        busy = sum(by_bound.get(bound, 0.0) for bound in (Bottleneck.COMPUTE, Bottleneck.MEMORY))
         return self._passing(kept) * busy / sum(by_bound.values())
+
+    @property
+    def _times(self) -> _PassTimes:
+        return self.runs.pass_times(self.request, self.passes)
+
+    @property
+    def _update(self) -> _Update:
+        return self.runs.update_time(self.request, self.candidate.level, self.candidate.arrangement)
 
     def _passing(self, kept: int) -> float:
         count, few = self.candidate.num_micro_batches, self.passes.candidate.num_micro_batches
         again = self.request.model.num_blocks - kept
-        parts = [share.rest + again * share.recomputed + kept * share.kept for share in self.passes.shares]
+        parts = [share.rest + again * share.recomputed + kept * share.kept for share in self._times.shares]
         if self.candidate.arrangement.fuses:  # once more for the norm, which must be known before the first update
             return 2 * parts[0] * count / few
         return sum(parts) + (count - few) * parts[_typical(self.candidate, len(parts))]
 
     @property
     def _updating(self) -> float:
-        return self.update.seconds_per_param * self.request.model.num_params
+        return self._update.seconds_per_param * self.request.model.num_params
 
     def device_bytes(self, kept: int) -> float:
         """Return the peak bytes of the card, CUDA context included."""
-        return self.passes.device_bytes + self._difference(kept)[0]
+        return self.passes.device_bytes(self.request.card) + self._difference(kept)[0]
 
     def host_bytes(self, kept: int) -> float:
         """Return the peak bytes of host memory."""
@@ -243,7 +295,7 @@ def arithmetic(request: FitRequest, model: ModelConfig, candidate: Candidate, *,
     return _arithmetic(request.seq_len, model, replace(candidate, kept_bytes=0.0, tokens_per_s=0.0), has_state)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def _arithmetic(seq_len: int, model: ModelConfig, candidate: Candidate, has_state: bool) -> PlanBytes:
     plan = compose(candidate.optimizations())
     workload = Workload(micro_batch_size=candidate.micro_batch_size, seq_len=seq_len)

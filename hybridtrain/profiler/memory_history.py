@@ -24,8 +24,8 @@ _COLUMNS = (
     *_ALLOCATOR_COLUMNS, "allocator_free_bytes", "rss_bytes", "peak_rss_bytes",
 )  # fmt: skip
 _CARD_ADVICE = (
-    "make the micro-batch smaller: it scales every activation",
-    "raise the accumulation steps by as much: the batch and the result stay the same",
+    "reduce the micro-batch: all activations scale with it",
+    "raise the accumulation steps by the same factor: batch and result stay the same",
     "checkpoint: gradient_checkpointing with a small interval recomputes activations instead of keeping them",
     "offload: optimizer state first, then weights and block inputs; then the bus may limit the speed",
 )
@@ -105,19 +105,19 @@ class PhaseStatistics:
 
 
 class MemoryHistory:
-    """Adds up snapshots.
+    """Statistics over snapshots.
 
     Args:
-        alert_threshold_bytes: A snapshot above this that follows one below it is an alert.
+        alert_threshold_bytes: A snapshot above this threshold, after one below it, is an alert.
         spike_threshold: Rise over the previous snapshot, as a fraction of it, above which a snapshot is a spike.
-        max_snapshots: When as many are kept, every second one is dropped, and from then on half as many are kept.
+        max_snapshots: Most snapshots to keep: then every second one is dropped, and the interval doubles.
     """
 
     def __init__(self, *, alert_threshold_bytes: int, spike_threshold: float, max_snapshots: int = 20_000) -> None:
         self.alert_threshold_bytes = alert_threshold_bytes
         self.spike_threshold = spike_threshold
         self.phases: dict[Phase, PhaseStatistics] = {}
-        """In the order of their first snapshot."""
+        """Statistics by phase, in the order of first snapshots."""
         self.peak: MemorySnapshot | None = None
         """The first snapshot with the most used memory."""
         self.last: MemorySnapshot | None = None
@@ -174,9 +174,9 @@ class MemoryHistory:
 def memory_report(
     history: MemoryHistory, notes: Sequence[str], every_n_steps: int, num_steps: int, seconds: float, elapsed_s: float
 ) -> str:
-    """Return the report of ``num_steps`` steps; ``notes`` are sentences about what could not be read or logged.
+    """Return the report of ``num_steps`` steps; ``notes`` are sentences on reading and logging faults.
 
-    Profiling took ``seconds``, loggers included, of the ``elapsed_s`` of the run.
+    Profiling took ``seconds`` (loggers included) of the run's ``elapsed_s``.
     """
     peak, last = history.peak, history.last
     if peak is None or last is None:
@@ -206,7 +206,7 @@ def memory_report(
 
 
 def alert_advice(source: MemorySource) -> tuple[str, ...]:
-    """Return advice against too much memory, gentlest first; offloading would move more to the host."""
+    """Return advice on reducing memory, the least costly first; for host memory without offloading."""
     return _CARD_ADVICE[:3] if source is MemorySource.PROCESS else _CARD_ADVICE
 
 
@@ -216,7 +216,7 @@ def _spikes(history: MemoryHistory) -> list[str]:
         f"({100 * (now.memory.used_bytes / before.memory.used_bytes - 1.0):+.0f} %)"
         for before, now in history.spikes[:_SHOWN_EVENTS]
     ]
-    title = f"spikes, more than {100 * history.spike_threshold:.3g} % above the snapshot before"
+    title = f"spikes of more than {100 * history.spike_threshold:.3g} % above the snapshot before"
     return _listed(title, history.num_spikes, lines)
 
 

@@ -1,7 +1,6 @@
 """The memory profiler: a snapshot every n steps, for a report, a CSV file and metric loggers.
 
-With a card it costs one call into torch's allocator, one into NVML and one small file in /proc per snapshot; between
-snapshots a step costs a comparison.
+A snapshot costs a call to torch's allocator, one to NVML and a read in /proc; other steps cost a comparison.
 """
 
 import time
@@ -23,21 +22,21 @@ from hybridtrain.profiler.metric_loggers import MetricLogger, MetricLoggers
 from hybridtrain.units import GB
 
 DEFAULT_ALERT_BYTES = 45 * GB
-"""For cards of 48 GB."""
+"""Default for cards of 48 GB."""
 DEFAULT_SPIKE_FRACTION = 0.1
 _MAX_NOTES = 10
 
 
 class MemoryProfiler:
-    """Takes a snapshot of the memory every n steps. Nothing that fails while reading or logging ends the run.
+    """Takes a memory snapshot every n steps. Faults in reading or logging do not end the run.
 
     Args:
-        every_n_steps: Snapshots are taken at steps that this divides, and at the first one.
-        alert_threshold_bytes: Use above this is an alert.
+        every_n_steps: Interval of snapshots: at its multiples, and at the first step.
+        alert_threshold_bytes: Used memory that triggers an alert.
         spike_threshold: Rise over the previous snapshot, as a fraction of it, above which a snapshot is a spike.
-        sinks: Receive each snapshot's figures as metrics; the caller closes them.
+        sinks: Loggers of the snapshots' metrics; the caller closes them.
         reader: Reads the memory; None: the card and this process, opened at the start.
-        on_alert: Gets the first alert and the advice, at once.
+        on_alert: Called at once with the first alert and the advice.
         clock: Returns seconds, monotonic.
 
     Raises:
@@ -70,16 +69,16 @@ class MemoryProfiler:
 
     def _reset(self, alert_threshold_bytes: int, spike_threshold: float) -> None:
         self.history = MemoryHistory(alert_threshold_bytes=alert_threshold_bytes, spike_threshold=spike_threshold)
-        """Snapshots and what they add up to."""
+        """Snapshots and their statistics."""
         self._notes.clear()
         self._reader: MemoryReader | None = None
         self.num_steps = 0
-        """Steps that were recorded since the start, with a snapshot or without."""
+        """Steps recorded since the start, with or without a snapshot."""
         self._seconds = 0.0
         self._begin_s = self._end_s = self._clock()
 
     def start(self) -> None:
-        """Begin a new profile; what was recorded before is dropped."""
+        """Start a new profile; earlier records are dropped."""
         self.stop()
         self._reset(self.history.alert_threshold_bytes, self.history.spike_threshold)
         self._reader = self._given_reader or SystemReader()
@@ -95,13 +94,13 @@ class MemoryProfiler:
         try:
             memory = self._reader()
         except (OSError, RuntimeError, ValueError) as error:
-            self._note_once(f"the memory could not be read at some steps ({error}); they have no snapshot")
+            self._note_once(f"at some steps memory could not be read ({error}); they have no snapshot")
         else:
             self._count(MemorySnapshot(step=step, phase=phase, elapsed_s=begin - self._begin_s, memory=memory))
         self._seconds += self._clock() - begin
 
     def stop(self) -> None:
-        """End the profile and release the card; what was recorded stays. More than once does nothing."""
+        """Stop the profile and release the card; records stay. Repeated calls do nothing."""
         if self._reader is None:
             return
         self._end_s = self._clock()
@@ -128,7 +127,7 @@ class MemoryProfiler:
         return memory_report(self.history, notes, self.every_n_steps, self.num_steps, self._seconds, elapsed_s)
 
     def write_csv(self, path: Path) -> None:
-        """Write the snapshots to ``path`` in one step; a long run's are thinned. Raises ``OSError``."""
+        """Write the snapshots to ``path`` atomically; a long run's are thinned. Raises ``OSError``."""
         replace_file(path, to_csv(self.history.snapshots()).encode())
 
     def _count(self, snapshot: MemorySnapshot) -> None:

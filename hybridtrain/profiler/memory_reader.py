@@ -1,4 +1,4 @@
-"""One reading of all figures of a memory profile, from this machine's best source."""
+"""Readings of all memory figures, from the best source of this machine."""
 
 import os
 import resource
@@ -16,8 +16,8 @@ from hybridtrain.units import KIB
 _STATUS = "/proc/self/status"
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, version 1
 _NO_CARD = (
-    "no CUDA card is visible to torch, so these are figures of this process' resident memory; for a card's figures "
-    "install a CUDA build of torch and the NVIDIA driver, and check CUDA_VISIBLE_DEVICES"
+    "no CUDA card is visible to torch, so this is the process's resident memory; to profile a card install a CUDA "
+    "build of torch and the NVIDIA driver, and check CUDA_VISIBLE_DEVICES"
 )
 
 
@@ -26,15 +26,15 @@ class CudaMemory:
     """The allocator's counters of one device, in bytes. Peaks count from the last ``reset_peak_memory_stats``."""
 
     allocated_bytes: int
-    """In live tensors."""
+    """Bytes in live tensors."""
     reserved_bytes: int
-    """Taken from the driver: live tensors, cached blocks and the gaps between them."""
+    """Bytes taken from the driver: live tensors, cached blocks and gaps."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int
 
     @property
     def free_bytes(self) -> int:
-        """Reserved but in no tensor: handed out again without asking the driver."""
+        """Reserved bytes without a tensor, reused without the driver."""
         return self.reserved_bytes - self.allocated_bytes
 
 
@@ -60,13 +60,13 @@ class ProcessMemory:
 
     rss_bytes: int
     peak_rss_bytes: int
-    """The largest since the process began."""
+    """Peak since the process started."""
 
 
 def read_process_memory(status: str | Path = _STATUS) -> ProcessMemory:
     """Return this process' resident memory.
 
-    Linux has it in /proc. Elsewhere ``getrusage`` knows only the peak, which then stands for both figures.
+    On Linux from /proc; elsewhere ``getrusage`` has only the peak, which is used for both figures.
     """
     try:
         descriptor = os.open(status, os.O_RDONLY)  # without Python's buffers: this runs every step
@@ -86,7 +86,7 @@ def _kib(content: bytes, key: bytes) -> int:
 
 
 def machine_memory_bytes(limits: tuple[str | Path, ...] = _CGROUP_LIMITS) -> int | None:
-    """Return the memory this process may use, in bytes: the machine's, or its container's where that is less."""
+    """Return the memory limit of this process in bytes: the machine's or, if less, its container's."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):  # this system has not these names
@@ -103,9 +103,9 @@ class MemorySource(StrEnum):
     """The source of the figure of used memory."""
 
     NVML = "NVML"
-    """The whole card, all processes."""
+    """Used memory of the whole card, all processes."""
     ALLOCATOR = "torch allocator"
-    """Bytes reserved by this process' PyTorch; without the CUDA context and other processes."""
+    """Bytes reserved by PyTorch in this process, without CUDA context and other processes."""
     PROCESS = "process RSS"
     """Resident memory of this process on the host."""
 
@@ -118,25 +118,25 @@ class MemoryReading:
     total_bytes: int | None
     """None: unknown."""
     source: MemorySource
-    """Of ``used_bytes``."""
+    """Source of ``used_bytes``."""
     allocator: CudaMemory | None
-    """None without CUDA."""
+    """The allocator's counters; None without CUDA."""
     process: ProcessMemory
 
 
 MemoryReader = Callable[[], MemoryReading]
-"""Reads the memory now; raises OSError, RuntimeError or ValueError when it cannot."""
+"""A function that reads the memory; raises OSError, RuntimeError or ValueError."""
 
 
 class SystemReader:
     """Reads the card and this process; without a card, this process alone.
 
-    A card that stops answering is read no further: from then on the allocator's figures stand for it.
+    If the card stops answering, the allocator's figures are used from then on.
     """
 
     def __init__(self) -> None:
         self.note = ""
-        """One sentence when a better source is missing: which, and what to do. Empty: nothing is missing."""
+        """Note on a better source that is missing, and the remedy; empty: none."""
         self._card: DeviceReader | None = None
         self._device: int | None = None
         if not torch.cuda.is_available():

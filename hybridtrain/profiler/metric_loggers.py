@@ -18,10 +18,10 @@ WandbMode = Literal["online", "offline", "disabled"]
 
 
 class MetricLogger(Protocol):
-    """Receives numbers by name."""
+    """Protocol of a logger: receives numbers by name."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of one step; steps do not go back."""
+        """Log the metrics of one step; steps must not decrease."""
         ...
 
     def close(self) -> None:
@@ -30,7 +30,7 @@ class MetricLogger(Protocol):
 
 
 class TensorBoardLogger:
-    """Writes scalars to an event file in ``folder``, made if missing; see them with ``tensorboard --logdir FOLDER``.
+    """Writes scalars to an event file in ``folder``, created if missing; view with ``tensorboard --logdir FOLDER``.
 
     Raises ``ConfigError`` if TensorBoard is not installed, ``OSError`` if the folder cannot be written.
     """
@@ -45,7 +45,7 @@ class TensorBoardLogger:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write the queue out and close the file."""
+        """Flush the queue and close the file."""
         self._writer.close()
 
 
@@ -54,8 +54,8 @@ class WandbLogger:
 
     Args:
         project: Name of the project there.
-        folder: Where its local files go, in a folder ``wandb``; None: the current folder.
-        mode: ``offline`` keeps the run on this machine until ``wandb sync``; None: that of WANDB_MODE, else online.
+        folder: Parent of its local folder ``wandb``; None: the current folder.
+        mode: ``offline`` stores the run locally until ``wandb sync``; None: WANDB_MODE, else online.
         config: Settings that are stored with the run.
 
     Raises ``ConfigError`` if the package is not installed, or the run cannot be started.
@@ -83,7 +83,7 @@ class WandbLogger:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Finish the run; an offline one is complete on disk when the process ends, with which wandb's service does."""
+        """Finish the run; an offline one is complete on disk at the end of the process."""
         self._run.finish()
 
 
@@ -105,7 +105,7 @@ class MlflowLogger:
             self._run: str = self._client.create_run(experiment).info.run_id
             self._client.log_dict(self._run, dict(config or {}), "config.json")
         except mlflow.MlflowException as error:
-            raise ConfigError("MLflow", [f"{folder} cannot be used ({error}); name another folder"]) from None
+            raise ConfigError("MLflow", [f"{folder} cannot be used ({error}); choose another folder"]) from None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step."""
@@ -132,7 +132,7 @@ class MetricLoggers:
         return bool(self._loggers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Give the metrics of one step to every logger."""
+        """Log the metrics of one step to every logger."""
         for logger in tuple(self._loggers):
             self._try(logger, f"stopped at step {step}", partial(logger.log, step, metrics))
 
@@ -147,7 +147,7 @@ class MetricLoggers:
             call()
         except Exception as error:  # noqa: BLE001  whatever a logging service raises, training is worth more
             self._loggers.remove(logger)
-            self._on_fault(f"{type(logger).__name__} {event} ({error}); training goes on without it")
+            self._on_fault(f"{type(logger).__name__} {event} ({error}); training continues without it")
 
 
 def _import_optional(module: str, name: str, *, extra: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 
 class DeviceReadError(RuntimeError):
-    """The card's memory could not be read; the message is a clause that says what is missing and what to do."""
+    """The card's memory could not be read; the message states the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class DeviceReader:
             self._nvml: Any = importlib.import_module("pynvml")
         except ImportError:
             raise DeviceReadError(
-                "the card's used memory cannot be read: NVML needs the package nvidia-ml-py (pip install "
+                "the card's used memory cannot be read: install the package nvidia-ml-py (pip install "
                 "'hybridtrain[cuda]')"
             ) from None
         try:
@@ -53,7 +53,7 @@ class DeviceReader:
         return DeviceMemory(memory.total - memory.free, memory.total)
 
     def close(self) -> None:
-        """End the use of NVML that began with this reader; NVML counts its users."""
+        """Shut down this reader's use of NVML, which counts its users."""
         try:
             self._nvml.nvmlShutdown()
         except self._nvml.NVMLError:
@@ -63,7 +63,7 @@ class DeviceReader:
         """Return NVML's handle by what names a card outside of CUDA, where CUDA_VISIBLE_DEVICES does not count."""
         nvml = self._nvml
         if not hasattr(properties, "uuid"):  # a virtual card
-            raise DeviceReadError("torch names no card that NVML could know; take a real one to read all of its memory")
+            raise DeviceReadError("torch's device is not a physical card, so NVML cannot read its memory")
         uuid = str(properties.uuid).removeprefix("GPU-").removeprefix("MIG-").lower()
         bus = f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
         by_uuid, by_bus = nvml.nvmlDeviceGetHandleByUUID, nvml.nvmlDeviceGetHandleByPciBusId

@@ -1,17 +1,20 @@
 """Parts of the reports of ``dry-run`` and ``virtual``: peaks, holders, an out-of-memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tabulate import tabulate
 
 from hybridtrain.config.encode import encode
 from hybridtrain.planning.figures import refused_request
 from hybridtrain.units import format_bytes, to_gib
+from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator_config import round_size, segment_size
+from hybridtrain.virtual_gpu.allocator.replay import HeldMemory
 from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 
-_HOLDERS_SHOWN = 5
+_SIZES_SHOWN = 5
+_HOLDERS_SHOWN = 3
 _FITS = {FitVerdict.FITS: "yes", FitVerdict.BARELY: "barely", FitVerdict.NO: "NO"}
 
 
@@ -24,7 +27,7 @@ def card_mapping(run: CardRun, phase_of: Callable[[int], str] = lambda _step: "f
         "device_used_bytes": run.device_used_bytes,
         "verdict": run.verdict.value,
         "margin_bytes": run.card.margin_bytes,
-        "card_note": run.card.source_note,
+        "card_note": run.card.note,
         "fits_card": run.fits_card,
         "by_class": {name.value: size for name, size in run.by_class().items()},
         "steps": [
@@ -52,35 +55,74 @@ def bytes_table(title: str, sizes: Mapping[str, int]) -> str:
 
 def class_table(run: CardRun) -> str:
     """Return the table of allocated bytes by tensor class at the peak."""
-    return bytes_table("at the peak", {name.replace("_", " "): size for name, size in run.by_class().items()})
+    return bytes_table("at the peak", _names_of(run.by_class()))
 
 
-def memory_line(run: CardRun) -> str:
-    """Return the peaks that torch and nvidia-smi would show."""
-    return (
-        f"allocated {to_gib(run.peak.allocated_bytes):.2f}, reserved {to_gib(run.peak_reserved_bytes):.2f}, "
-        f"device {to_gib(run.device_used_bytes):.2f} of {to_gib(run.card.memory_bytes):.2f} GiB (planned)"
-    )
+def verdict_line(
+    run: CardRun, what: str, verdict: FitVerdict, *, cards: str = "", before_steps: str, is_whole: bool
+) -> str:
+    """Return the answer in one line: whether ``what`` fits, and where it does not, when memory ran out.
+
+    Args:
+        run: The run; of several cards the one that holds the most.
+        what: The name of the script or the model.
+        verdict: Of the card's memory.
+        cards: What to call the card; default: its name.
+        before_steps: The place of a refused request before the first step.
+        is_whole: Whether the whole run was planned without a cap too, so that what it needs is known.
+    """
+    cards = cards or run.card.name
+    used = f"{format_bytes(run.device_used_bytes)} of {format_bytes(run.card.memory_bytes)}"
+    if run.oom is not None:
+        needs = f"needs {used} and " if is_whole else ""
+        place = f"at step {run.oom.step}, {place_of(run.oom)}" if run.oom.step else before_steps
+        return f"DOES NOT FIT: {what} {needs}runs out of memory on {cards}, {place} (planned)"
+    barely = f"; {run.card.told(verdict)}" if verdict is FitVerdict.BARELY else ""
+    return f"{verdict.value.upper()}: {what} takes {used} on {cards} (planned){barely}"
 
 
-def refusal_line(run: CardRun, *, before_steps: str) -> str:
-    """Return where the card refused a request; ``before_steps`` is the place of one before the first step."""
-    assert run.oom is not None, "a run that does not fit was refused something"
-    oom = run.oom
-    place = f"at step {oom.step}, {oom.stage} {oom.unit}".strip() if oom.step else before_steps
-    segment = segment_size(round_size(oom.requested_bytes))
-    return (
-        f"DOES NOT FIT: out of memory {place}: {format_bytes(oom.requested_bytes)} requested "
-        f"(a segment of {format_bytes(segment)}), {format_bytes(oom.allocated_bytes)} allocated and "
-        f"{format_bytes(oom.reserved_bytes)} reserved of {format_bytes(oom.capacity_bytes)}"
-    )
-
-
-def holders_text(run: CardRun) -> str:
-    """Return who held the memory when the card refused a request; empty where it refused none."""
+def peak_figures(run: CardRun) -> Iterator[tuple[str, str]]:
+    """Yield name and value of the figures of memory: the peak or the refused request, and who holds it."""
     if run.oom is None:
-        return ""
-    oom = refused_request(run.oom)
-    classes = ", ".join(f"{name} {format_bytes(size)}" for name, size in oom.by_class.items() if size)
-    holders = [f"  {name}: {format_bytes(size)}" for name, size in list(oom.by_unit.items())[:_HOLDERS_SHOWN]]
-    return "\n".join([f"live by class: {classes}", "largest holders:", *holders])
+        highest = max(run.steps, key=lambda step: step.allocated_bytes, default=None)
+        place = "" if highest is None else f"; in step {highest.step}, {place_of(highest)}"
+        peak, reserved = format_bytes(run.peak.allocated_bytes), format_bytes(run.peak_reserved_bytes)
+        yield "peak", f"{peak} allocated, {reserved} reserved{place}"
+        yield "by class", sizes_text(_names_of(run.by_class()))
+        return
+    refused = refused_request(run.oom)
+    segment = format_bytes(segment_size(round_size(refused.requested_bytes)))
+    held, kept = format_bytes(refused.allocated_bytes), format_bytes(refused.reserved_bytes)
+    request = f"{format_bytes(refused.requested_bytes)} (a segment of {segment})"
+    yield "request", f"{request}; {held} allocated and {kept} reserved of {format_bytes(run.oom.capacity_bytes)}"
+    yield "by class", sizes_text(_names_of(refused.by_class))
+    yield "largest", sizes_text(dict(list(_names_of(refused.by_unit).items())[:_HOLDERS_SHOWN]))
+
+
+def figure_lines(figures: Iterable[tuple[str, str]]) -> list[str]:
+    """Return names and values as indented lines, without those that have no value."""
+    return [f"  {name:<11} {value}" for name, value in figures if value]
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Return the largest of some sizes, and the sum of the others, in one line."""
+    found = sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1])
+    shown = [f"{name} {format_bytes(size)}" for name, size in found[:_SIZES_SHOWN]]
+    if len(found) > _SIZES_SHOWN:
+        shown.append(f"others {format_bytes(sum(size for _, size in found[_SIZES_SHOWN:]))}")
+    return ", ".join(shown)
+
+
+def place_of(moment: HeldMemory) -> str:
+    """Return stage and module of a moment of a step."""
+    return f"{moment.stage} {moment.unit}".strip()
+
+
+def _names_of(sizes: Mapping[TensorClass, int] | Mapping[str, int]) -> dict[str, int]:
+    """Return bytes by class, or by ``class/unit``, with the class in words."""
+    words: dict[str, str] = {name: name.replace("_", " ") for name in TensorClass}
+    found = {}
+    for name, size in sizes.items():
+        kind, slash, unit = name.partition("/")
+        found[f"{words.get(kind, kind)}{slash}{unit}"] = size
+    return found

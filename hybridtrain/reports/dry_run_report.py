@@ -17,7 +17,7 @@ from hybridtrain.planning.plan_bytes import bytes_of
 from hybridtrain.planning.plan_changes import plan_changes
 from hybridtrain.planning.savings import Saving, planned_savings, savings_table
 from hybridtrain.progress import progress_bar
-from hybridtrain.reports.card_report import card_mapping, class_table, holders_text, memory_line, refusal_line
+from hybridtrain.reports.card_report import card_mapping, figure_lines, peak_figures, verdict_line
 from hybridtrain.stacks import Stack, StackFiles
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
@@ -87,36 +87,42 @@ class DryRunReport:
         }  # fmt: skip
 
     def as_text(self) -> str:
-        """Return the same for a reader."""
+        """Return the same for a reader, the verdict first."""
         run, figures = self.run, self.figures
-        steps = "; ".join(
-            f"step {step.step}{f' ({step.phase})' if run.phases else ''} {to_gib(step.allocated_bytes):.2f} GiB at "
-            f"{step.stage} {step.unit}".strip()
-            for step in figures.steps
-        )
-        title = (
-            f"{self.model}, stack {self.stack}, {run.card.name}: {format_count(figures.num_params)} parameters, "
-            f"{figures.tokens_per_step} tokens per step\n"
-        )
         speed = (
-            f"{format_seconds(figures.step_time_s)} a step, {figures.tokens_per_s:,.0f} tokens/s, "
-            f"{figures.bound}-bound (estimated)"
+            f"{figures.tokens_per_s:,.0f} tokens/s, {format_seconds(figures.step_time_s)} per step of "
+            f"{figures.tokens_per_step:,} tokens, bottleneck: {figures.bound} (estimated)"
         )
+        phases = [
+            f"{step.phase} {format_bytes(step.allocated_bytes)} (step {step.step})"
+            for step in figures.steps
+            if run.phases
+        ]
         return "\n".join(
             [
-                title,
-                class_table(run),
-                f"\n{memory_line(run)}",
-                *filter(None, [run.card.source_note]),
-                self.reserved.as_text(),
-                self._host_line(),
-                steps,
-                speed,
-                *self._rank_lines(),
+                verdict_line(
+                    run,
+                    f"{self.model} with stack {self.stack}",
+                    self.verdict,
+                    before_steps="while the model is built",
+                    is_whole=True,
+                ),
+                *(f"  {refusal}" for refusal in self._refusals()),
+                *figure_lines(
+                    [
+                        ("speed", speed),
+                        *peak_figures(run),
+                        ("by phase", ", ".join(phases)),
+                        ("host memory", self._host_text()),
+                        ("parameters", format_count(figures.num_params)),
+                    ]
+                ),
+                *(f"  {line}" for line in self._rank_lines()),
+                *(f"  not as asked: {change}" for change in self.changes),
+                *(f"  {note}" for note in (run.card.note, self.reserved.as_text()) if note),
                 *([] if self.phases is None else [f"\n{phase_table(self.phases)}\n"]),
                 *([] if self.savings is None else [f"\n{savings_table(self.savings, run)}\n"]),
-                *(f"not as asked: {change}" for change in self.changes),
-                *self._answer(),
+                *self._suggestions(),
             ]
         )
 
@@ -148,35 +154,32 @@ class DryRunReport:
         memory = self.run.host.memory_gib
         return None if memory is None else round(memory * GIB)
 
-    def _host_line(self) -> str:
+    def _host_text(self) -> str:
         host = self.run.host
-        there = "" if host.memory_gib is None else f" of {host.memory_gib:g} GiB (--host-memory)"
+        there = "" if host.memory_gib is None else f" of {host.memory_gib:g} GiB"
         return (
-            f"host memory: needs {format_bytes(self.host_needed_bytes)}{there}: "
-            f"{format_bytes(self.run.machine_host_bytes)} for tensors (planned), {host.reserved_gib:g} GiB assumed for "
-            f"system and process; disk: {format_bytes(self.run.machine_disk_bytes)} (planned)"
+            f"{format_bytes(self.host_needed_bytes)}{there}: {format_bytes(self.run.machine_host_bytes)} for tensors "
+            f"(planned), {host.reserved_gib:g} GiB for system and process (assumed); disk "
+            f"{format_bytes(self.run.machine_disk_bytes)} (planned)"
         )
 
-    def _answer(self) -> Iterator[str]:
-        if self.fits:
-            yield self.run.card.told(self.verdict)
-            return
-        if self.figures.oom is not None:
-            yield refusal_line(self.run, before_steps="while the model is built")
-            yield holders_text(self.run)
-        host = self.run.host
+    def _refusals(self) -> Iterator[str]:
         if not self.figures.fits_host:
+            run, host = self.run, self.run.host
+            memory = f"{format_bytes(run.machine_host_bytes)} of {format_bytes(host.tensor_bytes)}"
+            disk = f"{format_bytes(run.machine_disk_bytes)} of {format_bytes(host.disk_bytes)}"
             yield (
-                f"DOES NOT FIT: host {format_bytes(self.run.machine_host_bytes)} of "
-                f"{format_bytes(host.tensor_bytes)}, disk {format_bytes(self.run.machine_disk_bytes)} of "
-                f"{format_bytes(host.disk_bytes)}; move a tensor class to disk (tier = 'disk'), store it in fewer "
-                "bytes (int8_weights, int8_optimizer, optimizer = 'adafactor'), or ask hybridtrain recommend"
+                f"the host is too small: memory {memory}, disk {disk}; move a tensor class to disk (tier = 'disk'), "
+                "store it in fewer bytes (int8_weights, int8_optimizer, optimizer = 'adafactor'), or ask hybridtrain "
+                "recommend"
             )
-        if self.ranks:  # other stacks are tried on one card alone
+
+    def _suggestions(self) -> Iterator[str]:
+        if self.fits or self.ranks:  # other stacks are tried on one card alone
             return
         names = ", ".join(self.fitting_stacks)
         if self.are_run_dry:
-            yield f"stacks that would fit: {names}" if names else f"no stack at hand fits; {_LOWER}"
+            yield f"stacks that fit: {names}" if names else f"no stack at hand fits; {_LOWER}"
         elif names:
             yield f"stacks that fit by arithmetic, none was run dry (--suggest does that): {names}"
         else:

@@ -1,121 +1,54 @@
-"""``hybridtrain fit`` and ``recommend``: options to train a model on a card, the fastest stack, and their files."""
+"""``hybridtrain fit``: whether a model trains on a card, the fastest option and the smallest, one table, quality."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import ceil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import cast
+from textwrap import wrap
 
-from tabulate import tabulate
-
-from hybridtrain.atomic_write import replace_file
-from hybridtrain.config.encode import encode, to_toml
-from hybridtrain.errors import ConfigError
-from hybridtrain.extension import harness
-from hybridtrain.models.find_model import find_model
-from hybridtrain.models.model_config import MOST_TOKENS, PRESETS, BatchWorkload, asked_workload, check_workload
-from hybridtrain.models.model_spec import ModelSpec
-from hybridtrain.optim import OPTIMIZERS, Optimizer
+from hybridtrain.config.encode import encode
+from hybridtrain.extension import QualityNote, harness
+from hybridtrain.models.model_config import PRESETS
+from hybridtrain.optim import OPTIMIZERS
 from hybridtrain.plan.compose import compose
-from hybridtrain.planning.candidates import LEVELS, Candidate, FitRequest
+from hybridtrain.planning.candidates import FitRequest
 from hybridtrain.planning.fitting import (
+    ALIKE,
+    AS_FAST,
     METHODS,
-    Method,
-    Recommendation,
     TrainingOption,
     best_option,
     confirmed,
     fit,
     in_order,
-    recommend,
+    least,
+    smallest_first,
 )
 from hybridtrain.planning.plan_bytes import saved_bytes
+from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
-from hybridtrain.sizes import parse_size
-from hybridtrain.stacks import RESULTS, Stack, evidence_folder
-from hybridtrain.trainer_config import LrSchedule
-from hybridtrain.training_file import TrainFile
-from hybridtrain.units import GB, GIB, MIB, format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, FitVerdict, Host, find_card
-from hybridtrain.virtual_gpu.cards.links import World
-from hybridtrain.virtual_gpu.cards.roofline import Bound
+from hybridtrain.reports.fit_arguments import FitArguments
+from hybridtrain.reports.fit_files import stack_of, train_path, weights_folder, write_files
+from hybridtrain.reports.fit_text import PERCENT, chosen_methods, columns, free_share, in_blocks, short_name
+from hybridtrain.stacks import RESULTS, evidence_folder
+from hybridtrain.units import format_bytes, format_count, to_gib
+from hybridtrain.virtual_gpu.cards.card import CardLimit, FitVerdict
 
-_QUALITY = {
-    "exact": "the others are compared with this one; itself against plain fp32",
-    "lora": "see the guide's page LoRA",
-    "qlora": "see the guide's pages LoRA and NF4 weights",
-}
-_PERCENT = 100
-_SEQ_LEN, _TOKENS_PER_STEP = 2048, 131072
 _MOST_CONFIRMED = 2
 """Options with a full dry run: the first one, and another where that turned out not to fit."""
-_ADAPTER_LR = 2e-4
-"""What QLoRA took for 7B and 13B (2305.14314, appendix B)."""
-_ADVICE = {
-    Bound.COMPUTE: "arithmetic: only a faster card, less recomputation (more room on the card) or 8-bit matmuls help",
-    Bound.MEMORY: "bandwidth of the card's memory: fused kernels help",
-    Bound.TRANSFER: "the bus: more tokens per step or larger micro-batches hide more of it",
-    Bound.OPTIMIZER: "the update: more tokens per step make it rarer",
-    Bound.HOST: "the processor: update on the device",
-    Bound.DISK: "the drive: more host memory, or more tokens per step",
-    Bound.LINK: "the link to other cards: more tokens per step hide more of it",
-}
+_LEGEND = """\
+name: of the precision, in files and JSON. bottleneck: what most of a step's time goes to. kept blocks: those that keep
+their activations, the others recompute them. checkpoint: arithmetic; a run keeps two, writes a third, and keeps one per
+hour where there is room. Bytes are planned by a dry run of every block, or estimated (~): extrapolated from a dry run
+of three blocks.
+
+Of arrangements within {alike:.0%} of a method's highest speed the one that offloads least is taken. Speeds are roofline
+estimates: on published full training, on cards not used to calibrate, off by {error:.1%} on average, where steps wait
+for copies by {waiting:.1%}."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitArguments:
-    """A request as the command names it."""
-
-    model: str | None
-    card: str | None
-    host_memory: str = "64GiB"
-    seq: int | None = None
-    """None: 2048, or all positions of the model."""
-    tokens_per_step: int | None = None
-    """None: 131072 in whole sequences."""
-    world: int = 1
-    link: str = "pcie"
-
-    def resolve(self) -> FitRequest:
-        """Read the names and sizes; raise ``ConfigError`` for a wrong or missing one."""
-        if self.model is None or self.card is None:
-            names = [name for name, given in (("model", self.model), ("card", self.card)) if given is None]
-            raise ConfigError("recommend", [f"--{name}: missing; name one, or give --scenario" for name in names])
-        shape, world = find_model(self.model), World(size=self.world, link=self.link)
-        seq_len = self.seq or min(_SEQ_LEN, shape.max_seq_len)
-        check_workload(shape, asked_workload(1, seq_len))
-        usual = max(1, _TOKENS_PER_STEP // seq_len // world.size) * world.size * seq_len
-        num_sequences = whole_sequences(self.tokens_per_step or usual, seq_len)
-        if num_sequences % world.size:
-            fault = f"{num_sequences} sequences of {seq_len} tokens must be a multiple of {world.size} cards"
-            raise ConfigError("--tokens-per-step", [f"{fault}; give {world.size * seq_len} times any number"])
-        return FitRequest(shape, find_card(self.card), parse_host(self.host_memory), seq_len, num_sequences, world)
-
-
-def parse_host(memory: str) -> Host:
-    """Return a machine with that much memory; raises ``ConfigError``."""
-    size = parse_size(memory, "--host-memory")
-    try:
-        return Host(memory_gib=size / GIB)
-    except ValueError as error:
-        raise ConfigError("--host-memory", str(error).splitlines()) from error
-
-
-def whole_sequences(num_tokens: int, seq_len: int) -> int:
-    """Return the sequences of a step; raise ``ConfigError`` where they are not whole, or too many."""
-    if num_tokens % seq_len:
-        raise ConfigError("--tokens-per-step", [f"{num_tokens} must be a multiple of --seq ({seq_len})"])
-    if num_tokens > MOST_TOKENS:
-        raise ConfigError("--tokens-per-step", [f"{num_tokens} must be at most {MOST_TOKENS}"])
-    return num_tokens // seq_len
-
-
-def stack_of(candidate: Candidate, name: str, finder: str) -> Stack:
-    """Return a candidate as a stack file has it."""
-    level = candidate.level
-    description = f"{level.description}; {candidate.arrangement.name}; found by {finder}"
-    return Stack(name=name, description=description, optimizer=level.optimizer, optimizations=candidate.optimizations())
+def _mark(option: TrainingOption) -> str:
+    return "~" if option.run is None else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,18 +58,25 @@ class FitReport:
     request: FitRequest
     arguments: FitArguments
     options: tuple[TrainingOption, ...]
+    """Each at its fastest."""
+    smallest: tuple[TrainingOption, ...]
+    """Each at the least memory of the card."""
     tokens: int
     """Of a data set."""
     free_percent: float
     folder: Path | None
     """Where the files that train were written."""
-    notes: Mapping[str, str] | None = None
-    """Loss of recorded ladders, a sentence by name of the precision; None: there are no records."""
+    notes: Mapping[str, QualityNote] | None = None
+    """Quality on recorded ladders by name of the precision; None: there are no records."""
+    shows_least: bool = False
+    """Show the smallest options in place of the fastest."""
+    explains: bool = False
+    """Show what each figure rests on."""
 
     @property
     def fits(self) -> bool:
         """Whether any option does."""
-        return any(option.fits for option in self.options)
+        return any(option.fits for option in (*self.options, *self.smallest))
 
     def command(self, option: TrainingOption) -> str:
         """Return the command that writes the files of an option, or trains it once they are written."""
@@ -152,7 +92,7 @@ class FitReport:
         return (
             f"hybridtrain fit {quote(self._model)} --card {quote(str(self.arguments.card))} {cards}"
             f"--host-memory {memory} --seq {self.request.seq_len} "
-            f"--tokens-per-step {self.request.tokens_per_step} --write ways/"
+            f"--tokens-per-step {self.request.tokens_per_step} --write options/"
         )
 
     @property
@@ -164,7 +104,8 @@ class FitReport:
 
     def as_mapping(self) -> dict[str, object]:
         """Return plain figures, bytes and seconds."""
-        request = self.request
+        request, best = self.request, best_option(self.options)
+        fastest, smallest = self.options[0], self.smallest[0]
         return {
             "model": self._model,
             "params": request.model.num_params,
@@ -176,113 +117,102 @@ class FitReport:
             "seq_len": request.seq_len,
             "tokens_per_step": request.tokens_per_step,
             "free_percent": self.free_percent,
-            "card_note": request.card.source_note,
+            "card_note": request.card.note,
             "tokens": self.tokens,
             "ways": [self._row_mapping(option) for option in self.options],
-            "recommended": None if (best := best_option(self.options)) is None else best.name,
+            "least": [self._row_mapping(option) for option in self.smallest],
+            "fastest": fastest.name if fastest.fits else None,
+            "least_memory": smallest.name if smallest.fits else None,
+            "recommended": None if best is None else best.name,
         }
 
     def _row_mapping(self, option: TrainingOption) -> dict[str, object]:
-        candidate = option.candidate
+        candidate, note = option.candidate, (self.notes or {}).get(option.name)
         return {
-            "method": option.method, "numbers": option.name, "says": candidate.level.description, "fits": option.fits,
-            "verdict": self.verdict(option).value,
-            "arrangement": candidate.arrangement.name, "micro_batch_size": candidate.micro_batch_size,
+            "method": option.method, "numbers": option.name, "label": candidate.level.label,
+            "says": candidate.level.description, "fits": option.fits, "verdict": self.verdict(option).value,
+            "arrangement": candidate.arrangement.name, "offload": candidate.arrangement.offload,
+            "micro_batch_size": candidate.micro_batch_size,
             "num_micro_batches": candidate.num_micro_batches, "kept_blocks": candidate.keep_last,
             "device_used_bytes": round(option.device_bytes),
             "host_peak_bytes": round(self._of_machine(option.host_bytes)),
             "disk_peak_bytes": round(self._of_machine(option.disk_bytes)),
             "saved_state_bytes": round(self._saved_bytes(option)), "tokens_per_s": option.tokens_per_s,
             "bound": option.bound and option.bound.value, "hours": option.hours(self.tokens),
-            "quality": self._quality(option), "stack": encode(stack_of(candidate, option.name, "fit")),
+            "quality": self._quality(option),
+            "quality_verdict": note and note.verdict, "quality_params": note and note.params,
+            "stack": encode(stack_of(candidate, option.name, "fit")),
             "command": self.command(option),
             "evidence": {"memory": option.evidence, "time": "estimated"},
         }  # fmt: skip
 
-    def as_text(self) -> str:
-        """Return the same for a reader."""
-        request = self.request
-        headers = [
-            "fits", "precision", "card GiB", "host GiB", "disk GiB", "tokens/s", "bottleneck",
-            f"h / {format_count(self.tokens)} tokens",
-            "micro-batch", "kept", "offload",
-        ]  # fmt: skip
-        best = best_option(self.options)
-        evidence = next((option.evidence for option in self.options if option.run is not None), "planned")
-        host, world = format_bytes(request.host.tensor_bytes), request.world
-        cards = "" if world.size == 1 else f"{world.size} x "
-        if world.size > 1:
-            host += f" of a machine of {world.local_size} cards ({world.link})"
-        lines = [
-            (
-                f"{self._model} ({format_count(request.model.num_params)} parameters) on {cards}{request.card.name}, "
-                f"{to_gib(request.card.memory_bytes):.2f} GiB of which {self.free_percent:g} % stay free, "
-                f"{host} of host memory for tensors; {request.num_sequences} x {request.seq_len} tokens a step"
-            ),
-            f"{note}\n" if (note := request.card.source_note) else "",
-            tabulate(list(map(self._row, self.options)), headers=headers, tablefmt="simple", disable_numparse=True),
-            "\nprecision, and what it costs in quality:",
-            *(
-                f"  {option.name}: {option.candidate.level.description}. {self._quality(option)}"
-                for option in self.options
-            ),
-            (
-                "\n~: extrapolated from a dry run of three blocks. ~~: arithmetic alone. "
-                f"No mark: {evidence}, by a dry run of every block.\n"
-                f"Times are roofline estimates. On published full training, on cards not used to calibrate, they are "
-                f"off by {TIME_ERROR:.1%} on average; where steps wait for copies, by {WAITING_ERROR:.1%}."
-            ),
-            (
-                "bottleneck: what most of a step's time goes to; micro-batch: sequences x micro-batches a step; kept: "
-                "blocks that keep their activations, the others recompute them"
-            ),
-            (
-                "disk, per checkpoint (arithmetic): "
-                + ", ".join(f"{option.name} {format_bytes(self._saved_bytes(option))}" for option in self.options)
-                + "; a run keeps two, writes a third, and keeps one per hour where there is room"
-            ),
+    def as_text(self, width: int = 100) -> str:
+        """Return the same for a reader: at most 25 lines of so many columns, and the notes where they are wanted."""
+        shown = self.smallest if self.shows_least else self.options
+        blocks = [
+            self._answer(width),
+            self._table(shown, width),
+            [line for told in self._quality_lines(shown) for line in wrap(told, width, subsequent_indent="    ")],
+            [line for told in self._notes() for line in wrap(told, width, break_on_hyphens=False)],
         ]
-        if best is None:
-            lines.append(
-                "nothing fits: allow a smaller --seq or --tokens-per-step, more --host-memory, or take a larger card"
+        return "\n".join([in_blocks(blocks), *(["", *self._explained()] if self.explains else [])])
+
+    def _answer(self, width: int) -> list[str]:
+        fastest, smallest, best = self.options[0], self.smallest[0], best_option(self.options)
+        if not self.fits:
+            nearest = min((*self.options, *self.smallest), key=self._lack)
+            verdict = "Fits barely" if self.verdict(nearest) is FitVerdict.BARELY else "Does not fit"
+            return wrap(
+                f"{verdict}. Nearest: {self._told(nearest)[0]}, {self._missing(nearest)}. Take a smaller --seq or "
+                "--tokens-per-step, more --host-memory, or a larger card.",
+                width,
             )
-        else:
-            goal = (
-                "write its training files" if self.folder is None else f"train it on {format_count(self.tokens)} tokens"
-            )
-            lines.append(
-                f"recommended: {best.name}, the most exact of the options within 5 % of the fastest; to {goal}:\n"
-                f"  {self.command(best)}"
-            )
-            others = [train_path(Path(), option).name for option in self.options if option.fits and option is not best]
-            if others and self.folder is not None:
-                lines.append(f"other training files there: {', '.join(others)}")
-            if self.folder is not None and best.method != "full" and self._model in PRESETS:
-                lines.append(
-                    f"first: put the weights, a folder of Hugging Face, into {_weights_folder(self._model)} (or name "
-                    "another folder in the file, init_from); adapters need a trained model below them"
-                )
-            if self.folder is not None and best.method == "full":
-                lines.append(
-                    "weights begin at random, and the tokenizer is bytes: [model] init_from in the file names a folder "
-                    "of Hugging Face to begin with instead"
-                )
-        return "\n".join(lines)
+        answers = [("Fits. Fastest", fastest), ("Least card memory", smallest)]
+        if best is not None and best is not fastest:
+            answers.insert(1, (f"Within {1 - AS_FAST:.0%} of it, and more exact", best))
+        found = []
+        for head, option in (answer for answer in answers if answer[1].fits):
+            lines = [f"{head}: {told}." for told in self._told(option)]
+            found.append(next((line for line in lines if len(line) <= width), lines[-1]))
+        return found
+
+    def _told(self, option: TrainingOption) -> list[str]:
+        """Return an option in a line, and in shorter ones."""
+        candidate, hours = option.candidate, option.hours(self.tokens)
+        label, memory = candidate.level.label, f"{_mark(option)}{to_gib(option.device_bytes):.1f} GiB"
+        placed = label if candidate.arrangement.is_resident else f"{label}, {candidate.arrangement.offload}"
+        if hours is None:
+            return [f"{placed}: {memory}"]
+        fast = f"{memory}, {option.tokens_per_s:,.0f} tokens/s"
+        long = f"{fast}, {hours:.1f} h per {format_count(self.tokens)} tokens"
+        return [f"{placed}: {long}", f"{placed}: {fast}", f"{label}: {fast}"]
+
+    def _table(self, options: Sequence[TrainingOption], width: int) -> list[str]:
+        """Return a line for each option; on a narrow terminal offload in a word, then without the hours."""
+        headers = ["method", "offload", "card GiB", "host GiB", "tokens/s", "batch"]
+        hours = f"h/{format_count(self.tokens)} tokens"
+        rows = [self._row(option) for option in options]
+        in_a_word = [
+            [row[0], option.candidate.arrangement.tiers, *row[2:]] for row, option in zip(rows, options, strict=True)
+        ]
+        without = [[*row[:5], row[6]] for row in in_a_word]
+        tables = [
+            columns([*headers[:5], hours, headers[5]], rows),
+            columns([*headers[:5], hours, headers[5]], in_a_word),
+        ]
+        return next((lines for lines in tables if len(lines[0]) <= width), columns(headers, without))
 
     def _row(self, option: TrainingOption) -> list[str]:
-        mark = {"estimated": "~", "arithmetic": "~~"}.get(option.evidence, "")
-        hours, candidate = option.hours(self.tokens), option.candidate
-        offloaded = (option.host_bytes, option.disk_bytes)
+        mark, candidate = _mark(option), option.candidate
+        hours, verdict, host = option.hours(self.tokens), self.verdict(option), self._of_machine(option.host_bytes)
+        speed = {FitVerdict.NO: "no fit", FitVerdict.BARELY: "barely"}.get(verdict, f"{option.tokens_per_s or 0:,.0f}")
         return [
-            "NO" if (verdict := self.verdict(option)) is FitVerdict.NO else verdict.value,
-            option.name,
-            *(f"{mark}{to_gib(size):.2f}" for size in (option.device_bytes, *map(self._of_machine, offloaded))),
-            "-" if option.tokens_per_s is None else f"{mark}{option.tokens_per_s:,.0f}",
-            self._missing(option) if option.bound is None else option.bound.value,
+            candidate.level.label,
+            candidate.arrangement.offload,
+            *(f"{mark}{to_gib(size):.2f}" if size else "0" for size in (option.device_bytes, host)),
+            speed,
             "-" if hours is None else f"{hours:.1f}",
             f"{candidate.micro_batch_size} x {candidate.num_micro_batches}",
-            str(candidate.keep_last),
-            candidate.arrangement.name,
         ]
 
     def verdict(self, option: TrainingOption) -> FitVerdict:
@@ -291,292 +221,165 @@ class FitReport:
         is_within = option.device_bytes <= self.request.card.memory_bytes
         return FitVerdict.FITS if option.fits else FitVerdict.BARELY if fits_host and is_within else FitVerdict.NO
 
+    def _quality_lines(self, options: Sequence[TrainingOption]) -> list[str]:
+        """Return a line for each method, one for those of which nothing is known."""
+        if self.notes is None:
+            return ["Quality: no records here (--results)."]
+        by_verdict = dict[str, list[str]]()
+        sizes = {note.params for note in self.notes.values()}
+        for option in options:
+            note, label = self.notes.get(option.name), option.candidate.level.label
+            verdict = "no test"
+            if note is not None:
+                verdict = note.verdict if len(sizes) == 1 else f"{note.verdict} ({format_count(note.params)})"
+            by_verdict.setdefault(verdict, []).append(label)
+        size = format_count(sizes.pop()) if len(sizes) == 1 else "small models of so many"
+        asked = format_count(self.request.model.num_params)
+        return [
+            f"Loss beside full training in fp32: not tested at {asked}; on {size} parameters:",
+            *(f"  {'; '.join(labels)}: {verdict}" for verdict, labels in by_verdict.items()),
+        ]
+
+    def _notes(self) -> list[str]:
+        request, world = self.request, self.request.world
+        host, cards = format_bytes(request.host.tensor_bytes), "" if world.size == 1 else f"{world.size} x "
+        if world.size > 1:
+            host += f" of a machine of {world.local_size} cards ({world.link})"
+        has_source = {CardLimit.CAPACITY, CardLimit.CONTEXT}.isdisjoint(request.card.limits)
+        source = "" if has_source else " (not all published, --explain)"
+        rule = (
+            "Rows: least memory of the card; batches of 1 sequence, everything recomputed."
+            if self.shows_least
+            else "Rows: each at its fastest micro-batch; batch: sequences x micro-batches a step."
+        )
+        asked = f"{self._model}, {request.num_sequences} x {request.seq_len} tokens/step"
+        memory = f"{to_gib(request.card.memory_bytes):.2f} GiB{source}, {self.free_percent:g} % free"
+        errors = f"{TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind"
+        lines = [
+            rule,
+            f"{asked}; {cards}{short_name(request.card)}: {memory}; host: {host}.",
+            *([request.card.note] if CardLimit.BFLOAT16 in request.card.limits else []),
+            f"~: extrapolated, else planned. Speeds: estimated, {errors}.",
+        ]
+        best = best_option(self.options)
+        if best is None or self.folder is None:
+            view = "Fastest: leave out --least" if self.shows_least else "Least memory of each: --least"
+            return [*lines, f"Training files: --write FOLDER. {view}. More: --explain."]
+        lines.append(f"Train on {format_count(self.tokens)} tokens: {self.command(best)}")
+        others = [train_path(Path(), option).name for option in self.options if option.fits and option is not best]
+        if others:
+            lines.append(f"Other training files there: {', '.join(others)}.")
+        if best.method == "full":
+            lines.append(
+                "Weights begin at random, and the tokenizer is bytes: [model] init_from in the file names a folder "
+                "of Hugging Face to begin with instead."
+            )
+        elif self._model in PRESETS:
+            lines.append(
+                f"First put the weights, a folder of Hugging Face, into {weights_folder(self._model)} (or name another "
+                "folder in the file, init_from): adapters need a trained model below them."
+            )
+        return lines
+
+    def _explained(self) -> list[str]:
+        options = self.smallest if self.shows_least else self.options
+        headers = ["method", "name", "bottleneck", "kept blocks", "disk GiB", "checkpoint", "bytes"]
+        rows = [
+            [
+                option.candidate.level.label, option.name,
+                self._missing(option) if option.bound is None else option.bound.value,
+                f"{option.candidate.keep_last} of {self.request.model.num_blocks}",
+                f"{to_gib(self._of_machine(option.disk_bytes)):.2f}", format_bytes(self._saved_bytes(option)),
+                option.evidence,
+            ]
+            for option in options
+        ]  # fmt: skip
+        best = best_option(self.options)
+        recommended = (
+            []
+            if best is None
+            else [
+                "",
+                f"Recommended: {best.name}, the most exact of its method within {1 - AS_FAST:.0%} of the fastest:",
+                f"  {self.command(best)}",
+            ]
+        )
+        return [
+            *columns(headers, rows),
+            "",
+            _LEGEND.format(alike=1 - ALIKE, error=TIME_ERROR, waiting=WAITING_ERROR),
+            *filter(None, [self.request.card.note]),
+            "",
+            "Precision, and what it costs in quality:",
+            *(f"  {option.name}: {option.candidate.level.description}. {self._quality(option)}" for option in options),
+            *recommended,
+        ]
+
     def _quality(self, option: TrainingOption) -> str:
+        if self.notes is None:
+            return "no records of quality here (--results)"
+        note = self.notes.get(option.name)
         missing = "not tested; the guide's page Which stack names the nearest tested configuration"
-        note = "no records of quality here (--results)" if self.notes is None else self.notes.get(option.name, missing)
-        return "; ".join(filter(None, (_QUALITY.get(option.name, ""), note)))
+        return missing if note is None else note.text
 
     def _saved_bytes(self, option: TrainingOption) -> float:
         plan = compose(option.candidate.optimizations())
         return saved_bytes(self.request.model, plan, OPTIMIZERS[option.candidate.level.optimizer]())
 
-    def _missing(self, option: TrainingOption) -> str:
-        device = option.device_bytes - (1 - self.free_percent / _PERCENT) * self.request.card.memory_bytes
+    def _lack(self, option: TrainingOption) -> float:
+        return sum(size for size, _ in self._short(option))
+
+    def _short(self, option: TrainingOption) -> list[tuple[float, str]]:
+        device = option.device_bytes - (1 - self.free_percent / PERCENT) * self.request.card.memory_bytes
         host = self._of_machine(option.host_bytes) - self.request.host.tensor_bytes
-        short = [f"{format_bytes(size)} of {name}" for name, size in (("card", device), ("host", host)) if size > 0]
+        return [(size, name) for size, name in ((device, "card"), (host, "host")) if size > 0]
+
+    def _missing(self, option: TrainingOption) -> str:
+        short = [f"{format_bytes(size)} of {name}" for size, name in self._short(option)]
         return f"lacks {' and '.join(short)}" if short else "lacks card"
-
-
-def _weights_folder(model: str) -> Path:
-    return Path("models") / model
-
-
-def train_path(folder: Path, option: TrainingOption) -> Path:
-    """Return the training file's path."""
-    return folder / f"train-{option.name}.toml"
 
 
 def fit_command(
     arguments: FitArguments, *, tokens: int = 100_000_000, methods: Sequence[str] = METHODS,
     margin: float | None = None, confirm: bool = True, write: Path | None = None,
     say: Callable[[str], None] = lambda _line: None, scenarios: Path | None = None, results: Path = RESULTS,
+    shows_least: bool = False, explains: bool = False,
 ) -> FitReport:  # fmt: skip
-    """Find the options, make a full dry run of the fastest, and write the files of those that fit to ``write``.
+    """Find the options, make a full dry run of the fastest and of the smallest, and write the files of those that fit.
 
     ``results``, or the records that came with hybridtrain, tell the loss that precisions cost.
 
     Raises:
         ConfigError: names, files, sizes or methods are wrong.
     """
-    faults = [f"'{name}' must be one of {', '.join(METHODS)}" for name in methods if name not in METHODS]
-    if faults:
-        raise ConfigError("--method", faults)
-    margin = _PERCENT * MARGIN_SHARE if margin is None else margin
-    if not 0 <= margin < _PERCENT:
-        raise ConfigError("--margin", [f"{margin:g} must be a share of the card in percent, from 0 to below 100"])
-    request, free = arguments.resolve(), margin / _PERCENT
-    chosen = cast("list[Method]", list(dict.fromkeys(methods)))
-    options = fit(request, methods=chosen, free_share=free, on_try=lambda text: say(f"trying {text}"))
+    chosen, free = chosen_methods(methods), free_share(margin)
+    request, runs = arguments.resolve(), ShortRuns()
+    options = fit(request, methods=chosen, free_share=free, on_try=lambda text: say(f"trying {text}"), runs=runs)
+    smallest = least(request, methods=chosen, free_share=free, runs=runs)
     for _ in range(_MOST_CONFIRMED if confirm else 0):
         best = best_option(options)
         if best is None or best.run is not None:
             break
         say(f"full dry run of {best.name}")
-        whole = confirmed(request, best, free_share=free)
-        options = in_order(whole if option is best else option for option in options)
+        options = in_order(_confirmed(request, options, best, free))
+    for _ in range(_MOST_CONFIRMED if confirm else 0):
+        if smallest[0].run is not None or not smallest[0].fits:
+            break
+        smallest = smallest_first(_confirmed(request, smallest, smallest[0], free))
+    written = smallest if shows_least else options
     if write is not None:
-        _write_files(write, str(arguments.model), request, [option for option in options if option.fits], tokens)
+        write_files(write, str(arguments.model), request, [option for option in written if option.fits], tokens)
     notes = None
     results = evidence_folder(results)
     if (results / "records" / "studies").is_dir():
         notes = harness().quality_notes([option.candidate for option in options], scenarios, results)
     return FitReport(
-        request=request, arguments=arguments, options=options, tokens=tokens, free_percent=margin, folder=write,
-        notes=notes,
+        request=request, arguments=arguments, options=options, smallest=smallest, tokens=tokens,
+        free_percent=PERCENT * free, folder=write, notes=notes, shows_least=shows_least, explains=explains,
     )  # fmt: skip
 
 
-def _write_files(folder: Path, model: str, request: FitRequest, options: Sequence[TrainingOption], tokens: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    num_steps = ceil(tokens / (request.tokens_per_step))
-    schedule = LrSchedule(warmup_steps=min(LrSchedule().warmup_steps, num_steps // 10), total_steps=num_steps)
-    path = Path(model)
-    if model in PRESETS:
-        spec = ModelSpec(preset=model)
-    elif path.is_dir():
-        spec = ModelSpec(init_from=path)
-    else:
-        spec = ModelSpec(shape=request.model)
-    for option in options:
-        optimizer: Optimizer = OPTIMIZERS[option.candidate.level.optimizer]()
-        begins = spec
-        if option.method != "full":
-            optimizer = replace(optimizer, lr=_ADAPTER_LR, weight_decay=0.0)
-            begins = replace(spec, init_from=_weights_folder(model)) if spec.preset is not None else spec
-        file = TrainFile(
-            model=begins, workload=BatchWorkload(batch_size=request.num_sequences, seq_len=request.seq_len),
-            optimizations=option.candidate.optimizations(), optimizer=optimizer, num_steps=num_steps, schedule=schedule,
-        )  # fmt: skip
-        replace_file(folder / f"{option.name}.toml", to_toml(stack_of(option.candidate, option.name, "fit")).encode())
-        replace_file(train_path(folder, option), to_toml(file).encode())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecommendReport:
-    """An answer, ready to be shown."""
-
-    answer: Recommendation
-    model: str
-
-    def stack(self, name: str) -> Stack:
-        """Return the chosen stack under a name."""
-        return stack_of(self.answer.chosen, name, f"recommend for {self.model}")
-
-    def as_mapping(self) -> dict[str, object]:
-        """Return plain figures, bytes and seconds."""
-        option, chosen = self.answer.option, self.answer.chosen
-        return {
-            "stack": encode(self.stack("best")),
-            "micro_batch_size": chosen.micro_batch_size,
-            "num_micro_batches": chosen.num_micro_batches,
-            "tokens_per_s": option.tokens_per_s,
-            "step_time_s": self._step_seconds,
-            "bound": option.bound,
-            "micro_batches_run": option.micro_batches_run,
-            "time_by_bound": {  # of the micro-batches run
-                bound.value: seconds for bound, seconds in self.answer.run.time.seconds_by_bound.items()
-            },
-            "device_used_bytes": round(option.device_bytes),
-            "margin_bytes": option.margin_bytes,
-            "free_percent": 100 * self.answer.free_share,
-            "card_note": self.answer.request.card.source_note,
-            "host_peak_bytes": round(option.host_bytes),
-            "disk_peak_bytes": round(option.disk_bytes),
-            "candidates": [
-                {
-                    "level": option.name, "arrangement": option.candidate.arrangement.name,
-                    "micro_batch_size": option.candidate.micro_batch_size, "keep_last": option.candidate.keep_last,
-                    "tokens_per_s": option.tokens_per_s,
-                }
-                for option in self.answer.options
-            ],
-            "reasons": reasons(self.answer),
-            "evidence": {"memory": option.evidence, "time": "estimated"},
-        }  # fmt: skip
-
-    @property
-    def _step_seconds(self) -> float:
-        return self.answer.request.tokens_per_step / (self.answer.option.tokens_per_s or 1.0)
-
-    def as_text(self) -> str:
-        """Return the same for a reader."""
-        option, chosen, run, request = self.answer.option, self.answer.chosen, self.answer.run, self.answer.request
-        rows = []
-        for other in self.answer.options:
-            tried, mark = other.candidate, "*" if other.name == option.name else ""
-            size = f"{tried.micro_batch_size} x {tried.num_micro_batches}"
-            cells = (
-                mark,
-                tried.level.description,
-                tried.arrangement.name,
-                size,
-                str(tried.keep_last),
-                f"{other.tokens_per_s:,.0f}",
-            )
-            rows.append(cells)
-        headers = ["", "precision", "offload", "micro-batch", "kept blocks", "tokens/s"]
-        size = format_bytes(self.answer.free_share * request.card.memory_bytes)
-        margin = f", and a margin of {100 * share:g} % ({size})" if (share := self.answer.free_share) else ""
-        shares = ", ".join(
-            f"{bound} {100 * seconds / run.time.seconds:.0f} %"
-            for bound, seconds in sorted(run.time.seconds_by_bound.items(), key=lambda item: -item[1])
-            if seconds > 0.005 * run.time.seconds
-        )
-        of = "" if option.evidence == "planned" else f" in the {option.micro_batches_run} micro-batches that were run"
-        return "\n".join(
-            [
-                (
-                    f"{self.model} ({format_count(request.model.num_params)} parameters) on {request.card.name}, "
-                    f"{request.tokens_per_step:,} tokens per step\n"
-                ),
-                tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True),
-                f"\nchosen: {chosen.level.description}; {chosen.arrangement.name}",
-                *(f"  {name.replace('_', ' ')}: {why}" for name, why in reasons(self.answer).items()),
-                (
-                    f"device {to_gib(option.device_bytes):.2f} of {to_gib(request.card.memory_bytes):.2f} GiB, host "
-                    f"{format_bytes(round(option.host_bytes))} ({option.host_bytes / GB:.1f} GB), disk "
-                    f"{format_bytes(round(option.disk_bytes))} ({option.evidence}); "
-                    f"{format_bytes(option.margin_bytes)} of the card stay free for what more steps, "
-                    "an evaluation or the driver add to reserved bytes"
-                    f"{margin}"
-                ),
-                *filter(None, [request.card.source_note]),
-                (
-                    f"{format_seconds(self._step_seconds)} a step, {option.tokens_per_s:,.0f} tokens/s (estimated): "
-                    f"{shares}{of}"
-                ),
-                f"bottleneck: {_ADVICE[run.bound]}\n",
-                to_toml(self.stack("best")),
-            ]
-        )
-
-
-def reasons(answer: Recommendation) -> dict[str, str]:
-    """Return why the stack has its settings, a sentence by topic; bytes by arithmetic."""
-    chosen, count = answer.chosen, answer.chosen.num_micro_batches
-    tokens = chosen.micro_batch_size * answer.request.seq_len
-    state = format_bytes(chosen.level.state_bytes * answer.request.model.num_params)
-    return {
-        "precision": _precision(answer),
-        "accumulation": f"none: one micro-batch of {tokens:,} tokens is the whole step, and it fits"
-        if count == 1
-        else f"{count} micro-batches of {chosen.micro_batch_size} sequences, the fastest size tried that fits; the "
-        "step has the tokens that were asked for, so gradients are their mean and scale_lr stays off",
-        "checkpointing": _checkpointing(answer),
-        "offload": _offload(chosen),
-        "predict_memory": f"none: master and moments ({state}) are on the host in every phase"
-        if chosen.arrangement.offloads_state
-        else "none: no step of this stack is predicted; with predictor_state, predict_memory 'cpu' would clear "
-        f"{state} of the card in PREDICT and fetch them ahead of their first use, to the bit",
-    }
-
-
-def _precision(answer: Recommendation) -> str:
-    chosen = answer.chosen
-    place = LEVELS.index(chosen.level)
-    gentler = [option.tokens_per_s or 0.0 for option in answer.options if LEVELS.index(option.candidate.level) < place]
-    why = "the most exact that fits" if place else "the most exact precision that is tried, and it fits"
-    if gentler:
-        why = f"{chosen.tokens_per_s / max(gentler):.2f} times as fast as a more exact precision that fits"
-    told = f"{chosen.level.description}: {why}"
-    for harsher in LEVELS[place + 1 : place + 2]:
-        saved = (chosen.level.bytes_per_param - harsher.bytes_per_param) * answer.request.model.num_params
-        told += f"; {harsher.description} would take {format_bytes(saved)} less, on card and host together"
-    return told
-
-
-def _checkpointing(answer: Recommendation) -> str:
-    chosen, blocks = answer.chosen, answer.request.model.num_blocks
-    if chosen.keep_last >= blocks:
-        return "every block keeps its activations: there is room, and nothing is computed twice"
-    if not chosen.keep_last:
-        return "every block is computed again in the backward pass: there is no room to keep the activations of one"
-    more = f"; one more takes {format_bytes(chosen.kept_bytes)}" if chosen.kept_bytes else ""
-    return f"the last {chosen.keep_last} of {blocks} blocks keep their activations, as many as there is room for{more}"
-
-
-def _offload(chosen: Candidate) -> str:
-    if not (chosen.arrangement.streams or chosen.arrangement.offloads_state):
-        return "none: weights, state and gradients fit on the card"
-    resident = f", {chosen.resident_layers} blocks stay on the card" if chosen.resident_layers else ""
-    fused = "; gradients are used where they arise and never stored" if chosen.arrangement.fuses else ""
-    return f"{chosen.arrangement.name}{resident}: the fastest offload at this precision that fits{fused}"
-
-
-def recommend_command(
-    arguments: FitArguments, *, scenario: str | None, write: Path | None, scenarios: Path | None,
-    say: Callable[[str], None], device_budget: str | None = None,
-) -> RecommendReport:  # fmt: skip
-    """Search for the fastest stack that fits, and write it to ``write`` if asked to; ``say`` receives each trial.
-
-    Without ``device_budget`` a scenario's stack keeps the bound that the scenario states of the card's memory.
-
-    Raises:
-        ConfigError: names, files or sizes are wrong, or neither a scenario nor model and card are given.
-        OutOfMemoryError: nothing fits.
-    """
-    given = budget = None if device_budget is None else parse_size(device_budget, "--device-budget")
-    if scenario is None:
-        request, name = arguments.resolve(), Path(str(arguments.model)).stem
-    else:
-        stated = harness().scenario_request(scenario, scenarios)
-        request, name = stated.request, stated.name
-        if arguments.tokens_per_step is not None:
-            request = replace(request, num_sequences=whole_sequences(arguments.tokens_per_step, request.seq_len))
-        budget = stated.budget_bytes if given is None else given
-    if given is not None and given > request.card.memory_bytes:
-        has = f"{request.card.name}, which has {format_bytes(request.card.memory_bytes)}"
-        raise ConfigError("--device-budget", [f"{device_budget} is above {has}; lower it, or leave it out"])
-    free_share = MARGIN_SHARE
-    if budget is not None:
-        request, free_share = _within(request, budget)
-        say(f"at most {format_bytes((1 - free_share) * request.card.memory_bytes)} of the card")
-    answer = recommend(request, lambda text: say(f"trying {text}"), free_share=free_share)
-    report = RecommendReport(answer=answer, model=name)
-    if write is not None:
-        replace_file(write, to_toml(report.stack(write.stem)).encode())
-    return report
-
-
-def _within(request: FitRequest, budget: int) -> tuple[FitRequest, float]:
-    """Return the request for as much of the card as a budget allows, and the share of that which stays free.
-
-    A budget that leaves the margin free is used to its end; one below the CUDA context raises ``ConfigError``.
-    """
-    card, size = request.card, budget // MIB
-    if card.verdict(size * MIB) is not FitVerdict.FITS:
-        return request, MARGIN_SHARE
-    if size <= card.context_mib:
-        fault = f"{format_bytes(budget)} must be above the CUDA context's {format_bytes(card.context_bytes)}"
-        raise ConfigError("--device-budget", [f"{fault}; allow more"])
-    return replace(request, card=replace(card, memory_mib=size)), 0.0
+def _confirmed(
+    request: FitRequest, options: Iterable[TrainingOption], chosen: TrainingOption, free: float
+) -> list[TrainingOption]:
+    return [confirmed(request, option, free_share=free) if option is chosen else option for option in options]

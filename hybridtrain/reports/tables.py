@@ -42,12 +42,12 @@ def table_with_notes(
 ) -> str:
     """Return a table whose last column is sentences or empty: in Markdown they are numbered below it.
 
-    A terminal's cells are wrapped at ``widths``, in letters.
+    A wide one is cut as ``table`` does. A terminal's cells are wrapped at ``widths``, in letters.
     """
     if style != MARKDOWN:
         wrapped = list(widths) if widths and style == TERMINAL else None
         return tabulate(rows, headers=headers, tablefmt=style, maxcolwidths=wrapped, disable_numparse=True)
     notes = list(dict.fromkeys(row[-1] for row in rows if row[-1]))
     short = [[*row[:-1], str(notes.index(row[-1]) + 1) if row[-1] else ""] for row in rows]
-    shown = tabulate(short, headers=[*headers[:-1], "note"], tablefmt=style, disable_numparse=True)
+    shown = table([*headers[:-1], "note"], short, style)
     return "\n\n".join([shown, *(["\n".join(f"{n}. {note}" for n, note in enumerate(notes, 1))] if notes else [])])

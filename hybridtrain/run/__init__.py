@@ -1,1 +1,1 @@
-"""Training, exporting and scripts on the virtual card: what verbs do, and what they leave in folders."""
+"""Implementation of the verbs train, export, quantize and virtual."""

@@ -1,9 +1,10 @@
-"""Where a record was made: machine, libraries, commit."""
+"""Provenance of a record: machine, libraries, commit."""
 
 import os
 import platform
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Environment:
     allocator_conf: str
     """PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF."""
     commit: str
-    """Of the project's checkout, empty outside of one."""
+    """Commit of the project's checkout; empty outside of one."""
     dirty: bool
 
 
@@ -53,7 +54,7 @@ def read_environment() -> Environment:
 
 
 def is_checkout() -> bool:
-    """Return whether this program is files of a git repository, not packages that were installed inside of one."""
+    """Return whether this program runs from a git checkout, not from installed packages."""
     return bool(_git("ls-files", "hybridtrain/__init__.py"))
 
 
@@ -74,7 +75,12 @@ def _cpu_name() -> str:
 
 
 def _git(*arguments: str) -> str:
-    folder = Path(hybridtrain.__file__ or "").parents[1]
+    return _asked_git(Path(hybridtrain.__file__ or "").parents[1], *arguments)
+
+
+@cache
+def _asked_git(folder: Path, *arguments: str) -> str:
+    """Return git's answer about a folder; asked once, because this process keeps the program that it began with."""
     try:
         done = subprocess.run(  # noqa: S603  fixed arguments
             # A run that is stopped kills git, whose lock on the index would stay and keep the user from committing.
@@ -87,7 +93,7 @@ def _git(*arguments: str) -> str:
 
 
 def package_version(package: str) -> str:
-    """Return an installed package's version, empty without it."""
+    """Return an installed package's version; empty if absent."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

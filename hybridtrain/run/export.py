@@ -28,14 +28,13 @@ def export_run(
     disk_folder: Path | None = None,
     host_limit_bytes: int | None = None,
 ) -> tuple[list[Path], int]:
-    """Write the newest checkpoint of a run as safetensors: a model, or the adapters that were trained beside one.
+    """Write a run's newest checkpoint as safetensors: the model, or its adapters.
 
-    ``target`` is absent or empty; ``dtype`` is that of the weights, adapters are float32 unless they are merged. The
-    others are as in training. Return the files, and the steps that the model was trained.
+    ``target`` is absent or empty. ``dtype`` is for weights; unmerged adapters are float32. Other arguments are as in
+    training. Return the files, and the trained steps.
 
     Raises:
-        ConfigError: there is no whole checkpoint, or ``target`` holds something; or adapters alone were asked for
-            and the run began with a model that has parts beside the text.
+        ConfigError: no intact checkpoint, ``target`` is not empty, or unmerged adapters of a multimodal model.
         DiskSpaceError: ``target`` does not fit.
     """
     file, data = read_run_files(folder)
@@ -45,17 +44,15 @@ def export_run(
         weights, found = open_source(file, reads_values=True, say=say)
         data |= found  # loading compares it with the run's own
     elif began_with is not None and not began_with.is_dir():
-        say(f"{began_with} is gone: config.json is made of the model's shape")
+        say(f"{began_with} is missing, so config.json is written from the model's shape")
         began_with = None
     tokenizer = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else None
     if tokenizer is None and began_with is not None:
-        say(
-            f"{folder} does not tell of which tokenizer its tokens are; the tokenizer of the model's folder is exported"
-        )
+        say(f"{folder} does not state its tokenizer; the tokenizer of the model's folder is exported")
     has_config = keeps_adapters and began_with is not None and (began_with / "config.json").is_file()
     if has_config and began_with is not None and is_multimodal(read_hf_config(began_with)):
         # PEFT would find no layer by our names in that class
-        fault = "has parts beside the text model, and adapters of a text model alone do not fit it; add --merge"
+        fault = "is a multimodal model, which adapters of its text model alone do not fit; add --merge"
         raise ConfigError(str(began_with), [fault])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with closing(open_transfer(device, disk_folder=disk_folder, host_limit_bytes=host_limit_bytes)) as transfer:

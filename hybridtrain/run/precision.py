@@ -1,4 +1,4 @@
-"""Element types of a run: how many values were cast in each phase, and which type suits the card and what was seen."""
+"""Precision of a run: casts in each phase, and advice on dtypes for the card."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ compute capabilities)."""
 
 
 class CastCounts:
-    """Weights and gradients written in another element type, by phase: slices and bytes written.
+    """Casts of weights and gradients by phase: slices and bytes written.
 
-    Codes that are widened for a visit of their block are not among them.
+    Dequantization for a block visit is not included.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class CastCounts:
         self._bytes: Counter[tuple[Phase, str, str]] = Counter()
 
     def add(self, phase: Phase, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
-        """Count one slice, unless both types are the same."""
+        """Count one slice, unless both dtypes are equal."""
         if source == target:
             return
         key = (phase, _name(source), _name(target))
@@ -57,9 +57,9 @@ def device_capability() -> tuple[int, int] | None:
 
 
 def precision_advice(plans: MemoryPlan, capability: tuple[int, int] | None) -> Iterator[str]:
-    """Yield a sentence where another element type suits a card better.
+    """Yield advice if another dtype suits the card better.
 
-    ``capability`` None is the processor, on which 16 bits save memory and no time.
+    ``capability`` None means the CPU, where 16 bits save memory but no time.
     """
     used = {plans.for_phase(phase).compute_dtype for phase in Phase}
     if capability is None:
@@ -67,22 +67,24 @@ def precision_advice(plans: MemoryPlan, capability: tuple[int, int] | None) -> I
     has_bfloat16 = capability >= _BFLOAT16_PRODUCTS
     if Codec.BFLOAT16 in used and not has_bfloat16:
         yield (
-            f"precision: this card (compute capability {_words(capability)}) has no units for bfloat16, which begin at "
+            f"precision: this card (compute capability {_words(capability)}) has no bfloat16 tensor cores, which need "
             f"{_words(_BFLOAT16_PRODUCTS)}; set mixed_precision's compute_dtype = 'float16', master = 'float32'"
         )
     if used == {Codec.FLOAT32} and capability >= _HALF_PRODUCTS:
         yield (
-            "precision: this card multiplies 16 bits faster than float32; add mixed_precision with compute_dtype = "
+            "precision: this card multiplies 16-bit matrices faster than float32; add mixed_precision with "
+            "compute_dtype = "
             f"'{'bfloat16' if has_bfloat16 else 'float16'}'"
         )
 
 
 def overflow_advice(loss_scale: LossScale | None, capability: tuple[int, int] | None) -> Iterator[str]:
-    """Yield a sentence where float16 gradients overflowed and bfloat16 would have held them."""
+    """Yield advice if float16 gradients overflowed and bfloat16 would not."""
     overflows = 0 if loss_scale is None else loss_scale.overflows
     if overflows and (capability is None or capability >= _BFLOAT16_PRODUCTS):
         yield (
-            f"precision: float16 gradients overflowed {overflows} times, and each step was run again; bfloat16 has the "
+            f"precision: float16 gradients overflowed {overflows} times, and each of these steps was repeated; "
+            f"bfloat16 has the "
             "range of float32: set mixed_precision's compute_dtype = 'bfloat16'"
         )
 

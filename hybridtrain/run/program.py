@@ -1,4 +1,4 @@
-"""The program behind a record: provenance, and no reason to call a record stale. A record holds by its result."""
+"""Digest of the program behind a record, for provenance only; records stay valid when the program changes."""
 
 from functools import cache
 from hashlib import sha256
@@ -14,16 +14,15 @@ _NO_SOURCE = {".pyc", ".so"}
 
 @cache
 def program_digest() -> str:
-    """Return 16 hex characters for the path and content of every source file of the project, as first asked.
+    """Return 16 hex characters for paths and contents of the project's source files, at the first call.
 
-    It is the same in a checkout, with changes or without, and in an installed wheel; ``Environment.commit`` tells where
-    a checkout stood.
+    It is equal for equal files, in a checkout or an installed wheel; ``Environment.commit`` is the checkout's commit.
     """
     total = sha256()
     for package in PACKAGES:
         spec = find_spec(package)
-        assert spec is not None, f"{package} is part of what is installed"
-        assert spec.origin is not None, f"{package} has an __init__.py"
+        assert spec is not None, f"{package} is not installed"
+        assert spec.origin is not None, f"{package} has no __init__.py"
         folder = Path(spec.origin).parent
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.suffix not in _NO_SOURCE:

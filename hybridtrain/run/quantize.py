@@ -1,7 +1,7 @@
-"""``hybridtrain quantize``: what it costs to store a trained model's matrices in fewer bits, as perplexity.
+"""``hybridtrain quantize``: the perplexity of a trained model with matrices in fewer bits.
 
-Weights only, rounded once, without calibration: activations, embedding, head, norms and biases stay as they are, and
-all arithmetic is float32, so that a difference is the format's. One model is in memory, and beside it one matrix.
+Only the blocks' matrices are rounded, once, without calibration; arithmetic is float32, so that differences are due to
+the format. Memory: one model plus one matrix.
 """
 
 import math
@@ -47,24 +47,24 @@ from hybridtrain.units import format_bytes, format_count
 from hybridtrain.weights.hf_source import HfSource, open_folder
 
 _BATCH = 4
-"""Rows at a time."""
+"""Rows per batch."""
 _LARGEST_SEQ_LEN = 512
 _CHUNK_TOKENS = 1024
 _TERNARY_PER_BYTE = 5
-"""3 ** 5 = 243 values of a byte: 1.6 bits a value, of the log2(3) = 1.58 that there are."""
+"""Five ternary values per byte (3 ** 5 = 243): 1.6 bits per value; the minimum is log2(3) = 1.58."""
 _STORED = "as stored"
 _CORPUS, _CORPUS_FILE = "embedded", "embedded.txt"
-"""Name of the embedded corpus, and of the file that it becomes for another tokenizer."""
+"""Name of the embedded corpus, and of its file for another tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixFormat:
-    """A form in which a matrix is stored."""
+    """A storage format of matrices."""
 
     num_bytes: Callable[[tuple[int, ...]], int]
-    """Of a matrix of this shape, scales included."""
+    """Bytes of a matrix of a given shape, scales included."""
     rounded: Callable[[Tensor], Tensor]
-    """Of (..., F, D) float32 values, the float32 ones that the stored form stands for."""
+    """(..., F, D) float32 values -> the float32 values after quantization."""
 
 
 def _coded(codec: Codec) -> MatrixFormat:
@@ -101,20 +101,20 @@ FORMATS: Final[Mapping[str, MatrixFormat]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedFigures:
-    """A model under one format. Executed on this machine."""
+    """Results of a model in one format, executed on this machine."""
 
     format: str
     matrix_bits: float
-    """Of a value of the blocks' matrices, scales included."""
+    """Bits per value of the blocks' matrices, scales included."""
     param_bits: float
-    """Of a parameter, over the whole model."""
+    """Bits per parameter of the whole model."""
     model_bytes: int
     loss: float
-    """Mean over all targets, in nats."""
+    """Mean loss over all targets, in nats."""
     perplexity: float | None
-    """None beyond what a float can hold."""
+    """Perplexity; None if it overflows."""
     loss_difference: float
-    """To the model as stored; above 0 it is worse."""
+    """Loss minus that of the stored model; positive is worse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class QuantizeReport:
     """Name of the evaluated text."""
     num_targets: int
     is_bitnet: bool
-    """Trained with BitNet: matrices are rounded where they are used, activations to 8 bits, whatever is stored."""
+    """Whether it was trained with BitNet: matrices are rounded when used, activations to 8 bits, in any format."""
     rows: tuple[QuantizedFigures, ...]
 
     def as_mapping(self) -> Mapping[str, object]:
@@ -147,7 +147,7 @@ class QuantizeReport:
             ]
             for row in self.rows
         ]  # fmt: skip
-        headers = ["matrices", "bits a value", "bits a parameter", "model", "loss", "perplexity", "nats lost"]
+        headers = ["matrices", "bits per value", "bits per parameter", "model", "loss", "perplexity", "nats lost"]
         return tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
 
     def as_text(self, style: str = "simple") -> str:
@@ -156,37 +156,37 @@ class QuantizeReport:
         lines = [
             (
                 f"{self.model}: {format_count(self.num_params)} parameters, {share:.0f} % of them in the blocks' "
-                f"matrices, stored as {' and '.join(self.stored_dtypes)}; {self.num_targets:,} targets of {self.text}\n"
+                f"matrices, which are stored as {' and '.join(self.stored_dtypes)}; {self.num_targets:,} targets of "
+                f"{self.text}\n"
             ),
             self.table(style),
             (
-                "\nWeights only, rounded to the nearest once, without calibration or training after it; activations, "
-                "embedding, head, norms and biases stay, arithmetic is float32 (executed)."
+                "\nOnly matrices of blocks are rounded, to nearest, once, without calibration or further training; "
+                "arithmetic is float32 (executed)."
             ),
         ]
         if self.is_bitnet:
             lines.append(
-                "Trained with BitNet: every row computes as it was trained, with matrices rounded to three values "
-                "where they are used and activations in 8 bits; ternary stores just those values."
+                "Trained with BitNet: in every row matrices are rounded to three values when used, and activations to "
+                "8 bits; ternary stores exactly these values."
             )
         return "\n".join(lines)
 
 
 def quantize(path: Path, *, formats: Sequence[str], data: Path | None, seq_len: int | None, say: Say) -> QuantizeReport:
-    """Store a model's matrices in each format in turn (none named: all), and evaluate on held-out text.
+    """Evaluate a model on held-out text with its matrices in each format (default: all).
 
-    ``path`` is a Hugging Face folder, or that of a training run, of which the newest checkpoint is taken; ``data``, of
-    which a part is held out, is by default the run's own or the embedded corpus. Rows are as long as the run's, or 512.
+    ``path`` is a Hugging Face folder, or a training run's, whose newest checkpoint is used. ``data`` defaults to the
+    run's or the embedded corpus. Rows have the run's length, or 512.
 
     Raises:
-        ConfigError: an unknown format, or no model there.
-        DataError: the text cannot be used, or nothing of it is held out.
+        ConfigError: unknown format, or no model. DataError: the text cannot be used, or nothing is held out.
     """
     faults = [f"--formats: {unknown_name('format', name, FORMATS)}" for name in formats if name not in FORMATS]
     if faults:
         raise ConfigError("quantize", faults)
     if not path.is_dir():
-        fault = "is no folder; it must be a Hugging Face folder with weights, or the --out of hybridtrain train"
+        fault = "is not a folder; give a Hugging Face folder with weights, or the --out of hybridtrain train"
         raise ConfigError(str(path), [f"{fault}: check the path"])
     with TemporaryDirectory(prefix="hybridtrain-quantize-") as place:
         folder, linear = path, LinearKind.FULL
@@ -211,7 +211,7 @@ def quantize(path: Path, *, formats: Sequence[str], data: Path | None, seq_len: 
 def _file_of_run(path: Path, data: Path | None, seq_len: int | None) -> TrainFile:
     file, settings = read_run_files(path)
     if file.data is None and data is None and settings.get("data.name") != _CORPUS:
-        fault = f"was trained on {settings.get('data.name')}, which its file does not name; give it as --data"
+        fault = f"was trained on {settings.get('data.name')}, which its training file does not state; give --data"
         raise ConfigError(str(path), [fault])
     if file.data is not None and data is not None:
         file = replace(file, data=replace(file.data, path=data, validation=None, validation_percent=None))

@@ -1,4 +1,4 @@
-"""The files of a run's folder that open its checkpoint again, for ``hybridtrain export``."""
+"""The files of a run's folder that are needed to open its checkpoint."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from hybridtrain.training_file import TrainFile, load_config
 CHECKPOINTS = "checkpoints"
 """Folder of checkpoints in a run's folder."""
 TOKENIZER = "tokenizer"
-"""Folder of the tokenizer and the chat template in a run's folder, as ``export`` gives them on."""
+"""Folder of tokenizer and chat template in a run's folder, copied by ``export``."""
 _TRAINING, _DATA, _ENVIRONMENT = "training.toml", "data.json", "environment.jsonl"
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 LOG, FAULTS = "log.jsonl", "faults.jsonl"
@@ -36,25 +36,27 @@ _LIBRARIES = ("hybridtrain", "torch", "numpy", "triton", "transformers", "safete
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is a training run's: ``write_run_files`` was there."""
+    """Return whether a folder is a training run's, by the files of ``write_run_files``."""
     return (folder / _TRAINING).is_file()
 
 
 def require_places(out: Path) -> None:
-    """Raise ``ConfigError`` where a run's folder has something in the place of what a run writes; nothing is made."""
+    """Raise ``ConfigError`` if existing files would block the files that a run writes."""
     faults = []
     for name in (LOG, FAULTS, _TRAINING, _DATA, _ENVIRONMENT):
         path = out / name
         if (path.is_symlink() or path.exists()) and not path.is_file():
-            faults.append(f"{name}: must be a file or absent, and is {_kind(path)}; remove it, or choose another --out")
+            faults.append(f"{name}: must be a file or absent, but is {_kind(path)}; remove it, or choose another --out")
     for name in (CHECKPOINTS, TOKENIZER):
         path = out / name
         if not path.is_symlink() and not path.exists():
             continue
         if not path.is_dir():
-            faults.append(f"{name}: must be a folder or absent, and is {_kind(path)}; mend it, or choose another --out")
+            faults.append(
+                f"{name}: must be a folder or absent, but is {_kind(path)}; remove it, or choose another --out"
+            )
         elif not os.access(path, os.W_OK | os.X_OK):
-            faults.append(f"{name}: cannot be written to; change its permissions, or choose another --out")
+            faults.append(f"{name}: is not writable; change its permissions, or choose another --out")
     if faults:
         raise ConfigError(str(out), faults)
 
@@ -63,23 +65,23 @@ def _kind(path: Path) -> str:
     if path.is_dir():
         return "a folder"
     if not path.exists():
-        return f"a link to {path.readlink()}, which is not there"
+        return f"a link to {path.readlink()}, which does not exist"
     return "a file" if path.is_file() else "a pipe or a device"
 
 
 def trains_adapters(file: TrainFile) -> bool:
-    """Return whether a run's checkpoint has adapters alone: the weights beside them are those it began with."""
+    """Return whether a run trains only adapters, so that its checkpoints lack the base weights."""
     return compose(file.optimizations).for_phase(Phase.FULL).adapter_rank > 0
 
 
 def open_source(file: TrainFile, *, reads_values: bool, say: Say) -> tuple[WeightSource | None, JsonMapping]:
-    """Open the folder that a run starts from: a source of first values, and a digest that a resumed run must share.
+    """Open the folder of initial weights; return a source of values, and a digest that must be equal on resume.
 
-    The digest is of headers and sizes; reading all values would take minutes. Without ``reads_values`` there is no
-    source: values come from a checkpoint.
+    The digest covers headers and sizes, as reading all values takes minutes. Without ``reads_values`` the source is
+    None.
 
     Raises:
-        ConfigError: the folder does not hold the model.
+        ConfigError: the folder does not contain the model.
     """
     if file.model.init_from is None:
         return None, {}
@@ -92,7 +94,7 @@ def open_source(file: TrainFile, *, reads_values: bool, say: Say) -> tuple[Weigh
 
 
 def write_run_files(out: Path, file: TrainFile, data: RunData) -> None:
-    """Write what a run trains, its shape spelled out, in which tokens, and what tells its data from others."""
+    """Write a run's files: training file, model shape, tokenizer, and settings that identify its data."""
     begins_with = file.model.init_from
     model = ModelSpec(shape=file.model.resolve(), init_from=None if begins_with is None else begins_with.absolute())
     text = file.data
@@ -114,7 +116,7 @@ def write_run_files(out: Path, file: TrainFile, data: RunData) -> None:
 
 
 def note_environment(out: Path, steps_done: int) -> None:
-    """Add a line for this call: when it began, on what, by which program and libraries."""
+    """Append this call's time, machine, program and library versions."""
     entry = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"), "steps_done": steps_done,
         "environment": encode(read_environment()),
@@ -125,12 +127,12 @@ def note_environment(out: Path, steps_done: int) -> None:
 
 
 def versions_of() -> dict[str, str]:
-    """Return the versions of the libraries that decide what a run computes, as far as they are installed."""
+    """Return the versions of installed libraries that affect results."""
     return {name: version(name) for name in _LIBRARIES if find_spec(name) is not None}
 
 
 def sampled_digest(folder: Path) -> str:
-    """Return a digest of some bytes of every file of weights: other weights differ everywhere, all take minutes."""
+    """Return a digest of samples of every weight file; different weights differ everywhere."""
     found = sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
@@ -143,16 +145,14 @@ def sampled_digest(folder: Path) -> str:
 
 
 def read_run_files(folder: Path) -> tuple[TrainFile, JsonMapping]:
-    """Read the files of ``write_run_files``; raises ``ConfigError`` for a folder that no run wrote."""
+    """Read the files of ``write_run_files``; raises ``ConfigError`` for any other folder."""
     if not is_run(folder):
         raise ConfigError(
             str(folder),
-            [f"holds no {_TRAINING}; so it is no run folder: check the path, or resume the run once, which writes it"],
+            [f"has no {_TRAINING}, so it is not a run folder; check the path, or resume the run once to write it"],
         )
     try:
         data = json.loads(read_plain(folder / _DATA))
         return load_config(folder / _TRAINING), dict(data)
     except (OSError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            str(folder / _DATA), [f"damaged ({error}); --resume the run, which writes it anew"]
-        ) from error
+        raise ConfigError(str(folder / _DATA), [f"is damaged ({error}); resume the run to rewrite it"]) from error

@@ -1,4 +1,4 @@
-"""``hybridtrain train``: a model on the user's own text, every step logged, state saved, text sampled."""
+"""``hybridtrain train``: train a model on the user's text, with log, checkpoints and a sample."""
 
 import fcntl
 import os
@@ -71,36 +71,36 @@ from hybridtrain.virtual_gpu.account.observer import MemoryObserver
 _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 """Environment variables of a rank."""
 _PLACES = {"adapter_from", "data.path", "data.validation", "data.tokenizer"}
-"""Paths, which may differ between ranks; their contents are compared by digest."""
+"""Path settings, which may differ between ranks; contents are compared by digest."""
 _STOPPED = 75
 """Exit code of a run that a signal ended, after it was saved."""
 _GRACE_S = 0.5
-"""Wait for a folder's lock, which a killed run leaves for milliseconds to a program that it was starting."""
+"""Wait for the folder's lock: a killed run's child process may hold it for milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """How a run ended."""
+    """Result of a training run."""
 
     steps_done: int
     corpus: str
     last: StepLog | None
-    """Line of the last true step of this call; None: the run was done already."""
+    """Log line of this call's last true step; None: the run was complete already."""
     statistics: HybridStatistics | None
-    """Of a hybrid run, from its first step on."""
+    """Statistics of a hybrid run, from its first step on."""
     validation: ValidationLog | None
     """The last evaluation of this call; None: there was none."""
     performance: RunStatistics | None
-    """Of the steps of this call; None: there were none."""
+    """Speed and memory of this call's steps; None: there were none."""
     casts: CastCounts
     savings: tuple[tuple[str, str, float | None], ...]
-    """Kind, settings, and bytes of the card that each optimization saves by arithmetic; None: others need it."""
+    """Kind, settings and device bytes saved by each optimization (arithmetic); None: another one requires it."""
     stopped_by: signal.Signals | None
-    """Who ended it early, after saving; None: it came to its end."""
+    """Signal that ended it early, after saving; None: it completed."""
 
     @property
     def exit_code(self) -> int:
-        """0, or 75 where a signal ended it: EX_TEMPFAIL, it may go on."""
+        """0, or 75 (EX_TEMPFAIL) if a signal ended it and it can be resumed."""
         return 0 if self.stopped_by is None else _STOPPED
 
     def as_mapping(self) -> dict[str, object]:
@@ -122,10 +122,10 @@ class TrainResult:
         }  # fmt: skip
 
     def as_text(self, out: Path) -> str:
-        """Return the last line for a reader."""
+        """Return the last line of output."""
         loss = "" if self.last is None or self.last.loss is None else f", loss {self.last.loss:.3f}"
         ending = f"{self.steps_done} steps{loss}; log and checkpoints in {out}"
-        return f"stopped by {self.stopped_by.name}: {ending}; go on with --resume" if self.stopped_by else ending
+        return f"stopped by {self.stopped_by.name}: {ending}; continue with --resume" if self.stopped_by else ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,25 +159,25 @@ class _Run:
 
     @property
     def next_batches(self) -> tuple[int, int]:
-        """Numbers of the next batches of training and probe."""
+        """Numbers of the next training batch and the next probe batch."""
         return self.guard.batch_of(self.trainer.steps_done), self.hybrid.num_probes
 
     def load_batches(self, step: int) -> Batches:
         return self.data.load_batches(self.guard.batch_of(step))
 
     def agreed(self, value: float) -> float:
-        """Return the first rank's value, once all ranks are here; clocks and signals differ between ranks."""
+        """Return the first rank's value on all ranks, as clocks and signals differ between them."""
         return self.trainer.group.gather_numbers([value])[0]
 
     def is_stopped(self, stop: "_Interruption") -> bool:
-        """Return whether a signal asked any rank to end, so that all of them do."""
+        """Return whether any rank received a stop signal."""
         number = max(self.trainer.group.gather_numbers([stop.number or 0]))
         if number:
             stop.number = stop.number or signal.Signals(int(number))
         return number > 0
 
     def poll_saver(self) -> None:
-        """Raise on every rank an error of a save on the first one."""
+        """Raise the first rank's error of a save on every rank."""
         fault: BaseException | None = None
         try:
             self.saver.poll()
@@ -188,10 +188,12 @@ class _Run:
             raise fault
         if kind == 2.0:
             raise DivergenceError(
-                "rank 0: what was to be saved is no number", is_applied=True, step=self.saver.saved_step
+                "rank 0: a value to be saved is not finite", is_applied=True, step=self.saver.saved_step
             )
         if kind:
-            raise RankError("rank 0: the state could not be saved; its own message says why. Mend that, then --resume.")
+            raise RankError(
+                "rank 0: the checkpoint could not be saved; see the error of rank 0, fix it, then --resume."
+            )
 
     def result(
         self,
@@ -220,7 +222,7 @@ class _Run:
 
     @property
     def counting(self) -> AbstractContextManager[object]:
-        """A context in which the ledger counts, unless the card's allocator does."""
+        """Context in which the ledger counts memory; on a card its allocator does."""
         return nullcontext() if self.on_cuda else self.ledger
 
 
@@ -239,23 +241,22 @@ def train(
     rank_timeout_s: float = TIMEOUT_S,
     group: Group | None = None,
 ) -> TrainResult:
-    """Train, log each step to ``out/log.jsonl``, save to ``out/checkpoints``; the files of run_folder.py lie beside.
+    """Train; log each step to ``out/log.jsonl``, save to ``out/checkpoints``, and write the files of run_folder.py.
 
-    SIGINT and SIGTERM end the run after the step at work, saved; a second one ends it at once.
+    SIGINT or SIGTERM saves and ends the run after the current step; a second one ends it at once.
 
-    Under torchrun, or with the environment that it makes, every rank calls this with the same arguments: they train
-    together, the first one writes. ``group``: the ranks, which stay open; None: those that the environment names.
+    Under torchrun every rank calls this with the same arguments; only the first one writes. ``group``: an open group of
+    ranks; None: from torchrun's environment variables.
 
-    Without ``corpus`` the file has a [data] table. ``disk_folder`` is for the files of a disk tier, which have no names
-    and go with the process; ``host_limit_bytes`` bounds offloaded tensors (None: what the machine has available);
-    ``allowed`` are settings that a resumed run may have otherwise, by name or prefix.
+    Without ``corpus`` the file must have a [data] table. ``disk_folder`` is for the disk tier's temporary files.
+    ``host_limit_bytes`` limits offloaded tensors (None: available memory). ``allowed``: settings that may change on
+    resume, by name or prefix.
 
     Raises:
-        DivergenceError: the loss is no number any more; the latest checkpoint stays.
-        RankError: another rank ended, did not come, or did not answer in time.
-        ConfigError: ``out`` holds another run and ``resume`` was not asked for, or one is at work in it; or what is to
-            be monitored cannot be.
-        HostMemoryError, DiskSpaceError, DiskTierError: offloaded tensors find no place, or lose it.
+        DivergenceError: loss or gradients are not finite; the latest checkpoint stays.
+        RankError: another rank ended, did not start, or timed out.
+        ConfigError: ``out`` contains another run without ``resume``, is in use, or a monitor cannot be opened.
+        HostMemoryError, DiskSpaceError, DiskTierError: too little space for offloaded tensors, or a disk error.
     """
     states = out / CHECKPOINTS
     require_places(out)
@@ -296,7 +297,10 @@ def train(
         if resume:
             run.load(allowed)
             if run.trainer.steps_done >= file.num_steps:
-                say(f"the run is done: {run.trainer.steps_done} of {file.num_steps} steps; raise num_steps to go on")
+                say(
+                    f"the run is complete: {run.trainer.steps_done} of {file.num_steps} steps; raise num_steps to "
+                    f"continue"
+                )
                 return run.result()
             say(f"resumed after step {run.trainer.steps_done}")
         note_environment(out, run.trainer.steps_done)
@@ -322,7 +326,7 @@ def _finish(run: _Run, result: TrainResult, stop: "_Interruption") -> None:
         run.say(result.validation.as_text())
     # Asked on every rank: the others wait here until the first one has saved.
     if not run.is_stopped(stop) and file.sample_tokens:
-        run.say(f"a sample of {file.sample_tokens} tokens (sample_tokens):")
+        run.say(f"sample of {file.sample_tokens} tokens (sample_tokens):")
         run.say(
             sample_text(
                 run.trainer, file.sample_prompt, num_tokens=file.sample_tokens, seed=file.seed,
@@ -363,26 +367,26 @@ def _remarks(file: TrainFile, trainer: Trainer, cycle: HybridTrainer) -> Iterato
     """Yield the size of checkpoints, the cover of adapters, settings that are allowed and seldom meant, advice."""
     size = format_bytes(state_bytes(trainer))
     yield (
-        f"a checkpoint takes {size}; {file.keep_last} are kept, up to {file.keep_hourly} more of one an "
-        "hour as long as there is room, and one is being written"
+        f"a checkpoint takes {size}; {file.keep_last} are kept, plus up to {file.keep_hourly} hourly ones while disk "
+        f"space allows, plus the one being written"
     )
     if trains_adapters(file):
         covered, others = adapter_coverage(trainer.model)
-        yield f"adapters on {', '.join(covered)} of every block; none on {', '.join(others) or 'others, these are all'}"
+        yield f"adapters on {', '.join(covered)} of every block; without adapters: {', '.join(others) or 'none'}"
         if file.model.resolve().experts is not None:
             yield (
-                "warning: experts and their router have no adapters and stay as they are; all-linear of PEFT 0.21 over "
-                "transformers 5 trains them too"
+                "warning: experts and their router have no adapters and are frozen; PEFT 0.21 with transformers 5 "
+                "trains them with all-linear"
             )
     if trains_adapters(file) and file.model.init_from is None and file.adapter_from is None:
         yield (
-            "warning: the weights below the adapters are random, so what they learn is of use to nobody; name a folder "
-            'of Hugging Face: [model] init_from = "folder"'
+            "warning: the base weights are random, so the adapters are useless elsewhere; set [model] init_from to a "
+            "Hugging Face folder"
         )
     total = file.schedule.total_steps
     if file.num_steps > total and file.schedule.kind != "constant":
         yield (
-            f"warning: schedule.total_steps is {total}, num_steps {file.num_steps}: steps after {total} take "
+            f"warning: schedule.total_steps is {total}, num_steps {file.num_steps}: steps after {total} use "
             f"{file.schedule.factor(total):g} of the learning rate"
         )
     if file.schedule.kind == "constant" and file.schedule.final_fraction != LrSchedule().final_fraction:
@@ -394,18 +398,18 @@ def _remarks(file: TrainFile, trainer: Trainer, cycle: HybridTrainer) -> Iterato
     if file.guard.max_faults != GuardConfig().max_faults and not leaves_out:
         yield (
             f"not as asked: guard.max_faults: {file.guard.max_faults} asked, none used; on_nan = "
-            f"'{file.guard.on_nan}' and on_spike = '{file.guard.on_spike}' leave no batch out"
+            f"'{file.guard.on_nan}' and on_spike = '{file.guard.on_spike}' skip no batch"
         )
     if file.num_steps <= file.schedule.warmup_steps:
         yield (
-            f"warning: schedule.warmup_steps is {file.schedule.warmup_steps}, num_steps {file.num_steps}: the learning "
-            f"rate ends at {file.schedule.factor(file.num_steps):g} of its peak"
+            f"warning: schedule.warmup_steps is {file.schedule.warmup_steps}, num_steps {file.num_steps}: the final "
+            f"learning rate is {file.schedule.factor(file.num_steps):g} of its peak"
         )
     forecaster = None if file.hybrid is None else cycle.watch.forecaster
     if forecaster is not None and file.num_steps < forecaster.steps_before_training:
         yield (
-            f"warning: forecaster '{forecaster.kind}' is trained from step {forecaster.steps_before_training} on, "
-            f"num_steps is {file.num_steps}: it forecasts as its baseline, an exponential average"
+            f"warning: forecaster '{forecaster.kind}' trains from step {forecaster.steps_before_training} on, but "
+            f"num_steps is {file.num_steps}: it will forecast like its baseline, an exponential average"
         )
     yield from precision_advice(trainer.memory_plan, device_capability())
 
@@ -432,11 +436,12 @@ def _read_by_all(file: TrainFile, data: RunData) -> JsonMapping:
 def _require_ranks(file: TrainFile, group: Group) -> None:
     if group.world > 1 and file.hybrid is not None:
         raise ConfigError(
-            "[hybrid]", [f"{group.world} ranks were started, and it works on one; remove the table, or start one rank"]
+            "[hybrid]",
+            [f"{group.world} ranks were started, hybrid training supports one; remove the table, or start one rank"],
         )
     cuts = any(part.kind == "zero" for part in file.optimizations)
     if group.world > 1 and cuts and file.adapter_from is not None:
-        faults = ["adapters are loaded whole, zero cuts them; drop zero, or start one rank"]
+        faults = ["adapter_from cannot load adapters sharded by zero; drop zero, or start one rank"]
         raise ConfigError("adapter_from", faults)
 
 
@@ -452,7 +457,7 @@ def open_trainer(
 
 
 def open_group(device: torch.device, timeout_s: float) -> Group:
-    """Return the ranks that the environment names, this process among them, or this process alone."""
+    """Open the group of ranks in torchrun's environment variables, or of this process alone."""
     return TorchGroup.open(device, timeout_s=timeout_s) if os.environ.keys() >= _LAUNCHED else DirectGroup()
 
 
@@ -474,7 +479,7 @@ def _require_states(out: Path, *, resume: bool, say: Say) -> None:
             pass
     if resume:
         newest_generation(states, say)
-    raise ConfigError(str(out), ["holds a saved run; continue it with --resume or choose another --out"])
+    raise ConfigError(str(out), ["contains a saved run; continue it with --resume, or choose another --out"])
 
 
 @contextmanager
@@ -488,7 +493,9 @@ def _held(out: Path, *, shared: bool = False) -> Iterator[None]:
         give_up = time.monotonic() + _GRACE_S
         while not _is_locked(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
             if time.monotonic() > give_up:
-                raise ConfigError(str(out), ["another run is at work here; wait for its end, or choose another --out"])
+                raise ConfigError(
+                    str(out), ["another run is using this folder; wait for its end, or choose another --out"]
+                )
             time.sleep(0.01)
         yield
     finally:
@@ -616,7 +623,7 @@ class _LogFile:
         self._file.flush()
 
     def sync(self) -> None:
-        """Wait until the disk has all lines: a checkpoint is never ahead of them."""
+        """Flush all lines to disk, before a checkpoint refers to them."""
         os.fsync(self._file.fileno())
 
     def trim(self, run: _Run) -> None:

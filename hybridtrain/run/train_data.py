@@ -27,45 +27,45 @@ from hybridtrain.training_file import TrainFile
 _PROBE_STREAM = 1
 _PROBE_PERCENT = 2
 _LEARNED_PROBE_PERCENT = 10
-"""Where CORRECT learns from the probe split: at K of 10 its tokens are then seen as often as all others."""
+"""Probe split for training in CORRECT: at K of 10 its tokens are seen as often as all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLog:
-    """The line of the log that says what a run trains on."""
+    """Log line on the data of a run."""
 
     step: int = 0
     data: str
     packing: str
     train_documents: int
     train_tokens: int
-    """Of the training part, without padding."""
+    """Tokens of the training part, without padding."""
     rows: int | None
-    """Of an epoch; None in a stream, whose windows are drawn with replacement."""
+    """Rows per epoch; None for a stream, whose windows are drawn with replacement."""
     fill_percent: float
-    """Share of a batch's positions that are no padding."""
+    """Percent of positions without padding."""
     dropped_pieces: int
-    """Of documents, without a target that counts."""
+    """Parts of documents dropped because no target in them counts."""
     documents_cut: int
-    """Of the training part: longer than a row, so that answers are trained without what they answer."""
+    """Training documents longer than a row, whose answers are trained without their prompts."""
     validation_documents: int
     validation_tokens: int
     validation_rows: int
 
     def as_text(self) -> str:
-        """Return a summary: tokens, documents, packing, what is left out and held out."""
+        """Return a summary: tokens, documents, packing, dropped and held-out parts."""
         text = (
-            f"{self.data}: {self.train_tokens:,} tokens of {self.train_documents:,} documents to train on, packing "
+            f"{self.data}: {self.train_tokens:,} tokens of {self.train_documents:,} training documents, packing "
             f"'{self.packing}'"
         )
         if self.rows is not None:
-            text += f", {self.rows:,} rows an epoch, {self.fill_percent:.1f} % filled"
+            text += f", {self.rows:,} rows per epoch, {self.fill_percent:.1f} % filled"
         if self.dropped_pieces:
-            text += f"; {self.dropped_pieces:,} documents or parts without a target that counts are left out"
+            text += f"; {self.dropped_pieces:,} documents or parts without any counted target are dropped"
         if self.documents_cut:
             text += (
-                f"; warning: {self.documents_cut:,} documents are longer than workload.seq_len and have answers behind "
-                "the cut, which are trained without what stands before it: raise it, or give shorter documents"
+                f"; warning: {self.documents_cut:,} documents exceed workload.seq_len, so some answers are trained "
+                f"without their prompts: raise seq_len, or give shorter documents"
             )
         if not self.validation_tokens:
             return f"{text}; nothing held out for validation"
@@ -74,13 +74,13 @@ class DataLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationLog:
-    """The line of the log of an evaluation on what is held out."""
+    """Log line of an evaluation on held-out text."""
 
     step: int
     validation_loss: float
-    """Mean over all targets that count, in nats."""
+    """Mean loss over all targets, in nats."""
     perplexity: float | None
-    """exp of it; None beyond what a float can hold."""
+    """exp(loss); None if it overflows."""
     num_targets: int
 
     def as_metrics(self) -> dict[str, float | None]:
@@ -88,7 +88,7 @@ class ValidationLog:
         return {"loss": self.validation_loss, "perplexity": self.perplexity}
 
     def as_text(self) -> str:
-        """Return it for a reader."""
+        """Return it as a line of output."""
         shown = "beyond 1e308" if self.perplexity is None else f"{self.perplexity:,.3f}"
         return (
             f"validation loss {self.validation_loss:.4f}, perplexity {shown} after step {self.step} "
@@ -104,29 +104,29 @@ class RunData:
     load_batches: LoadBatches
     load_probe: LoadBatches | None
     validation: PackedRows | None
-    """None: the run has no evaluations."""
+    """Validation rows; None: the run has no evaluations."""
     validation_rows: int
-    """Of ``validation``, those that are evaluated."""
+    """Number of rows of ``validation`` to evaluate."""
     micro_batch_size: int
     tokenizer: Tokenizer
     tokenizer_name: str
-    """Name that ``tokenizer`` was opened by; empty: the data are tokens of an unknown tokenizer."""
+    """Name or path of ``tokenizer``; empty: a token file of an unknown tokenizer."""
     template: str
-    """The chat template, where it is another one than the tokenizer's own."""
+    """The chat template, if it is not the tokenizer's own."""
     settings: JsonMapping
     log: DataLog | None
-    """Of a run with a [data] table."""
+    """Log line of a run with a [data] table."""
     samplers: tuple[RowSampler, ...] = ()
-    """Of training and of the probe split, where batches are packed rows."""
+    """Samplers of training and probe split, for packed rows."""
 
     def state(self, numbers: Sequence[int]) -> JsonMapping:
-        """Return the state to checkpoint, given the numbers of the next batches of training and probe."""
+        """Return the state to checkpoint, given the numbers of the next training and probe batches."""
         return {"rows_seen": [sampler.first_row(n) for sampler, n in zip(self.samplers, numbers, strict=False)]}
 
     def load(self, state: JsonMapping, saved: JsonMapping, now: JsonMapping, numbers: Sequence[int], say: Say) -> None:
-        """Restore the position in the rows, given all settings of the saved run and of this one.
+        """Restore the position in the rows, given the settings of the saved run and of this one.
 
-        Rows that were packed anew are others in another order: an epoch of them begins. Old states count no rows.
+        If rows were packed anew, a new epoch starts. Old checkpoints have no position.
 
         Raises:
             ConfigError: the state is damaged.
@@ -138,18 +138,18 @@ class RunData:
             assert isinstance(seen, list)
             rows = [int(str(row)) for row in seen]
         except (AssertionError, ValueError) as error:
-            raise ConfigError("checkpoint of the data", [f"{error}; use an older one, or start anew"]) from error
+            raise ConfigError("checkpoint of the data", [f"{error}; use an older one, or start a new run"]) from error
         for sampler, number, row in zip(self.samplers, numbers, rows, strict=False):
             first = -(-row // sampler.num_rows) * sampler.num_rows if is_new else row
             sampler.position = RowPosition(number, first)
         if is_new and self.samplers:
             say(
-                f"rows are packed anew: an epoch of all {self.samplers[0].num_rows:,} begins, and what the epoch "
-                "before had seen of the same documents is seen again"
+                f"rows were packed anew: a new epoch of {self.samplers[0].num_rows:,} begins, and what the epoch "
+                "before may repeat"
             )
 
     def evaluate(self, trainer: Trainer) -> ValidationLog:
-        """Return loss and perplexity on what is held out; weights and random streams stay."""
+        """Evaluate loss and perplexity on held-out text; weights and random streams are unchanged."""
         assert self.validation is not None, "asked for"
         total, num_targets = 0.0, 0
         batches = self.validation.batches(micro_batch_size=self.micro_batch_size, max_rows=self.validation_rows)
@@ -170,21 +170,21 @@ class RunData:
 def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, folder: Path, say: Say) -> RunData:
     """Open the training, probe and validation data of a run: ``corpus``, or the [data] table of the file.
 
-    ``accum_steps`` are the micro-batches of a step; encoded text is kept in ``folder``.
+    ``accum_steps``: micro-batches per step. Encoded text is stored in ``folder``.
 
     Raises:
         DataError: the text cannot be used.
     """
     if file.data is None:
-        assert corpus is not None, "one of the two"
+        assert corpus is not None, "neither a corpus nor a [data] table"
         text = _corpus_text(corpus, wants_validation=file.eval_every > 0)
     else:
         config = replace(file.data, tokenizer=tokenizer_of(file, file.data))
         text = open_text(config, vocab_size=file.model.resolve().vocab_size, folder=folder, say=say)
     if file.eval_every and text.validation is None:
         raise DataError(
-            f"{text.name}: eval_every is {file.eval_every} and nothing is held out, for there is one document alone; "
-            "give several, name data.validation, or set eval_every = 0"
+            f"{text.name}: eval_every is {file.eval_every} but a single document leaves nothing to hold out; give "
+            f"several, set data.validation, or set eval_every = 0"
         )
     batch_size, seq_len = file.workload.batch_size, file.workload.seq_len
     rows = None if text.packing == "stream" else _packed(text, "training", file)
@@ -204,8 +204,8 @@ def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, fold
     elif file.data is None and not text.is_tokens:
         if name != BYTES:
             say(
-                f"warning: {text.name} is read as bytes, and not in the tokens of {name}, which the model knows; name "
-                "the text in a [data] table for those"
+                f"warning: {text.name} is read as bytes, not as tokens of the model's tokenizer {name}; to use it, "
+                f"give the text in a [data] table"
             )
         name = BYTES
     return RunData(
@@ -218,14 +218,14 @@ def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, fold
 
 
 def with_records(file: TrainFile, data: Path | None) -> TrainFile:
-    """Return a file with a [data] table for what ``--data`` names, if those are records and no stream of bytes."""
+    """Return the training file with a [data] table for ``--data``, if that contains records."""
     if file.data is not None or data is None or not holds_records(data):
         return file
     return replace(file, data=DataConfig(path=data))
 
 
 def tokenizer_of(file: TrainFile, config: DataConfig | None) -> str:
-    """Return the tokenizer that a file names, else the one beside the weights or the shape that it names."""
+    """Return the tokenizer of a training file, else the one in its folder of weights or shape."""
     if config is not None and config.tokenizer is not None:
         return config.tokenizer
     folders = [folder for folder in (file.model.init_from, file.model.folder) if folder is not None]
@@ -272,7 +272,7 @@ def _log(text: TextData, rows: PackedRows | None, validation: PackedRows | None)
 
 
 Loaded: TypeAlias = tuple[list[BatchSampler] | list[RowSampler], int]
-"""Samplers of training and, where there is one, of the probe split, and the tokens of the latter."""
+"""Samplers of training and probe split (if there is one), and the probe split's tokens."""
 
 
 def _samplers(text: TextData, rows: PackedRows | None, file: TrainFile, accum_steps: int, say: Say) -> Loaded:
@@ -286,7 +286,7 @@ def _samplers(text: TextData, rows: PackedRows | None, file: TrainFile, accum_st
         windows, num_probe = [tokens], 0
         if percent:
             num_probe = max(int(tokens.size) * percent // 100, seq_len + 1)
-            say(f"{num_probe:,} of {tokens.size:,} training tokens are the probe split")
+            say(f"{num_probe:,} of {tokens.size:,} training tokens are reserved as probe split")
             windows = [tokens[:-num_probe], tokens[-num_probe:]]
         micro_batch_size = batch_size // accum_steps
         return [
@@ -296,11 +296,9 @@ def _samplers(text: TextData, rows: PackedRows | None, file: TrainFile, accum_st
     parts, num_rows = [rows], rows.num_rows
     if percent:
         if num_rows < 2:
-            raise DataError(
-                f"{num_rows} row is too few: hybrid training keeps one apart as a probe; give more documents"
-            )
+            raise DataError(f"{num_rows} row is too few: hybrid training reserves one as a probe; give more documents")
         begin = num_rows - max(num_rows * percent // 100, 1)
-        say(f"{num_rows - begin:,} of {num_rows:,} rows are the probe split")
+        say(f"{num_rows - begin:,} of {num_rows:,} rows are reserved as probe split")
         parts = [rows.part(0, begin), rows.part(begin, num_rows)]
     return [
         RowSampler(part, batch_size=batch_size, micro_batch_size=batch_size // accum_steps, seed=seed)

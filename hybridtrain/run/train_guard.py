@@ -1,4 +1,4 @@
-"""The guard of a training run: which batches it leaves out after a step that is no number, or whose loss spikes."""
+"""The guard of a training run: skips batches after NaN, infinity or loss spikes."""
 
 import json
 import math
@@ -17,12 +17,12 @@ from hybridtrain.run.train_log import Say
 from hybridtrain.trainer_config import GuardConfig
 
 _KNOWN, _LEAST_KNOWN = 64, 8
-"""Steps whose losses a spike is told by, and how many there must be."""
+"""Steps whose losses define a spike: at most, and at least."""
 Action = Literal["stop", "skip", "roll_back"]
 
 
 class RunGuard:
-    """Decides what happens after a refused step, adds a line to ``report``, and keeps its decisions over a resume."""
+    """Decides on the action after a rejected step, logs it to ``report``, and saves its decisions."""
 
     def __init__(self, config: GuardConfig, report: Path, say: Say) -> None:
         self._config = config
@@ -33,30 +33,30 @@ class RunGuard:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a checkpoint may be wanted, so that there must be one from the beginning."""
+        """Whether it may roll back, so that an initial checkpoint is needed."""
         return "roll_back" in {self._config.on_nan, self._config.on_spike}
 
     def batch_of(self, step: int) -> int:
-        """Return the number of the batch of a step, both from 0: those left out are passed over."""
+        """Return the batch number of a step, both from 0, without skipped batches."""
         number = step
         for skipped in self._skipped:
             number += skipped <= number
         return number
 
     def limits(self) -> StepLimits | None:
-        """Return the loss beyond which the next step is not to be applied."""
+        """Return the loss limits above which the next step is rejected."""
         limit = self._limit()
         return None if self._config.on_spike == "say" or limit is None else StepLimits(limit, math.inf)
 
     def note(self, step: int, loss: float) -> None:
-        """Remember the loss of a step that was applied; say it where it is a spike."""
+        """Record the loss of an applied step, and report a spike."""
         if (limit := self._limit()) is not None and loss > limit:
             usual = median(self._losses)
-            self._say(f"step {step}: loss {loss:.3f} is a spike, the median of the steps before is {usual:.3f}")
+            self._say(f"step {step}: loss {loss:.3f} is a spike; the median of earlier steps is {usual:.3f}")
         self._losses.append(loss)
 
     def decide(self, error: DivergenceError, step: int, batches: LoadBatches) -> Action:
-        """Report a refused step (counted from 0) and return the action to take; a batch that is left out is noted."""
+        """Report a rejected step (from 0), record a skipped batch, and return the action."""
         step = step if error.step is None else error.step - 1
         wanted = self._config.on_spike if isinstance(error, SpikeError) else self._config.on_nan
         action: Action = "stop" if wanted == "say" else wanted
@@ -66,7 +66,8 @@ class RunGuard:
         is_last = len(self._skipped) >= self._config.max_faults
         if is_last and action != "stop":
             self._say(
-                f"{len(self._skipped)} batches were left out, which guard.max_faults allows; this one ends the run"
+                f"{len(self._skipped)} batches were skipped already, the limit of guard.max_faults; fix the data, or "
+                f"raise it"
             )
             action = "stop"
         digest = 0
@@ -79,8 +80,8 @@ class RunGuard:
         with self._report.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         if action != "stop":
-            layers = f"; no numbers in the gradients of {_shown(error.layers)}" if error.layers else ""
-            self._say(f"{error}{layers}. Batch {batch} is left out ({action}); see {self._report}")
+            layers = f"; NaN or infinity in the gradients of {_shown(error.layers)}" if error.layers else ""
+            self._say(f"{error}{layers}. Batch {batch} is skipped ({action}); see {self._report}")
             self._skipped = sorted([*self._skipped, batch])
         return action
 
@@ -89,7 +90,7 @@ class RunGuard:
         return {"skipped_batches": list(self._skipped), "losses": list(self._losses)}
 
     def load(self, state: JsonMapping) -> None:
-        """Restore the state; batches left out since then stay left out.
+        """Restore the state; batches skipped since then stay skipped.
 
         Raises:
             ConfigError: the state is damaged.
@@ -103,11 +104,11 @@ class RunGuard:
             raise ConfigError("checkpoint of the guard", [f"{error}; use an older one, or start anew"]) from error
 
     def forget_ahead(self, step: int) -> None:
-        """Forget batches that were left out after a step: by their numbers other rows are meant from now on."""
+        """Forget skipped batches after a step, whose numbers now mean other rows."""
         number = self.batch_of(step)
         ahead = [skipped for skipped in self._skipped if skipped > number]
         if ahead:
-            self._say(f"batches are of another size: of {len(ahead)} that were left out ahead, every row is met again")
+            self._say(f"the batch size has changed: {len(ahead)} skipped batches ahead will be trained on")
             self._skipped = [skipped for skipped in self._skipped if skipped < number]
 
     def _limit(self) -> float | None:

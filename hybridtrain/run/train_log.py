@@ -43,14 +43,14 @@ class StepLog:
     step: int
     """True steps done."""
     loss: float | None
-    """None in PREDICT, which looks at no batch."""
+    """Training loss; None in PREDICT, which has no batch."""
     lr: float
     grad_norm: float | None
     tokens_per_s: float
     peak_bytes: int
-    """Of the step: the allocator's on CUDA, on the CPU the ledger's count of what would be device memory."""
+    """Peak bytes of the step: from the allocator on CUDA; on the CPU the ledger's count of would-be device memory."""
     effective_batch: int
-    """Sequences of one update: of all micro-batches of all ranks; 0 in PREDICT."""
+    """Sequences per update, over all micro-batches and ranks; 0 in PREDICT."""
 
     @classmethod
     def of(cls, result: HybridResult, peak_bytes: int, effective_batch: int) -> Self:
@@ -72,26 +72,26 @@ class StepLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridStepLog(StepLog):
-    """One line of the log of a hybrid run: a true step, or a jump of its own, which has the step before it."""
+    """One log line of a hybrid run: a true step, or a separate jump with the number of the step before it."""
 
     phase: Phase
     seconds: float
     predicted_steps: float
-    """Of the jump in this line, within the update or on its own; 0: none."""
+    """Predicted steps of this line's jump, fused or separate; 0: none."""
     move_rms: float | None
-    """Root mean square of the jump's move of a weight, in learning rates; None if it is no number."""
+    """RMS of the jump's weight change, in learning rates; None if not finite."""
     forecast_loss: float | None
-    """In PREDICT: of the block that begins."""
+    """In PREDICT: forecast loss of the round that starts."""
     prediction_error: float | None
-    """Mean loss of the block that ends here minus its forecast."""
+    """Mean loss of the round that ends here minus its forecast."""
     confidence: float
     scale: float
     is_rolled_back: bool
     cost: float
-    """In forward passes."""
+    """Cost in forward passes."""
 
     def as_metrics(self) -> dict[str, float | None]:
-        """Return the metrics to draw; a jump has its step's number, so it repeats none of the step's names."""
+        """Return the metrics to plot; a jump uses other names than the step with its number."""
         jump: dict[str, float | None] = {}
         if self.predicted_steps:
             jump = {"predicted_steps": self.predicted_steps, "move_rms": self.move_rms}
@@ -102,13 +102,13 @@ class HybridStepLog(StepLog):
 
 
 class TrafficLedger(StorageLedger):  # type: ignore[no-untyped-call]
-    """Counts bytes of copies too, by lane; on a card as well, where storage is the allocator's to count."""
+    """Ledger that also counts copied bytes by lane, on a card too."""
 
     def __init__(self) -> None:
         super().__init__(record=False)
         self.moved: Counter[Lane] = Counter()
         self.phase = Phase.FULL
-        """To which casts are counted."""
+        """Phase that casts are counted for."""
         self.casts = CastCounts()
 
     def cast(self, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
@@ -116,28 +116,28 @@ class TrafficLedger(StorageLedger):  # type: ignore[no-untyped-call]
         self.casts.add(self.phase, source, target, num_elements)
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
-        """Count a copy, or arithmetic of the host."""
+        """Count a copy, or CPU work."""
         self.moved[lane] += num_bytes
         return super().work(lane, num_bytes, waits)
 
 
 @dataclass(slots=True, kw_only=True)
 class RunStatistics:
-    """Of the true steps of one call, and the jumps between them."""
+    """Speed and memory of one call's true steps and jumps."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     moved: Counter[Lane] = field(default_factory=Counter)
 
     def add(self, log: StepLog, moved: Counter[Lane]) -> None:
-        """Count a phase step, and what was copied in it."""
+        """Add a phase step and its copied bytes."""
         if log.loss is not None:
             self.tokens_per_s.append(log.tokens_per_s)
         self.peak_bytes = max(self.peak_bytes, log.peak_bytes)
         self.moved += moved
 
     def as_mapping(self) -> dict[str, object]:
-        """Return plain figures; bytes by lane are a true step's share."""
+        """Return plain figures; bytes by lane are per true step."""
         count = len(self.tokens_per_s)
         return {
             "steps": count, "tokens_per_s_median": median(self.tokens_per_s), "peak_bytes": self.peak_bytes,
@@ -145,22 +145,22 @@ class RunStatistics:
         }  # fmt: skip
 
     def as_text(self) -> str:
-        """Return them for a reader."""
+        """Return them as a line of output."""
         count, peak = len(self.tokens_per_s), format_bytes(self.peak_bytes)
         text = f"{count} steps: {median(self.tokens_per_s):,.0f} tokens/s (median), peak {peak}"
         words = {
             Lane.COPY_IN: "to the device", Lane.COPY_OUT: "from it", Lane.DISK: "read from or written to disk",
-            Lane.HOST: "of host memory updated",
+            Lane.HOST: "updated in host memory",
         }  # fmt: skip
         moved = [f"{format_bytes(self.moved[lane] / count)} {word}" for lane, word in words.items() if self.moved[lane]]
-        return f"{text}; copied a step: {', '.join(moved)}" if moved else text
+        return f"{text}; copied per step: {', '.join(moved)}" if moved else text
 
 
 def trim_log(path: Path, steps_done: int, next_phase: Phase, say: Say) -> None:
-    """Drop lines of steps that will be done again, and damaged lines, whose number is reported.
+    """Remove the lines of steps that will be repeated, and damaged lines, whose number is reported.
 
-    A jump has the number of the true step before it, and a state is saved before the jump: where the saved run would
-    jump next, the line of that jump goes too.
+    A jump has the number of the true step before it, and checkpoints precede jumps: if the saved run jumps next, that
+    jump's line is removed too.
     """
     kept, num_damaged = list[bytes](), 0
     for line in path.read_bytes().splitlines() if path.exists() else []:
@@ -187,7 +187,7 @@ def hybrid_summary(hybrid: HybridTrainer) -> str:
     plain = _TRUE_STEP_COST * steps
     return (
         f"hybrid: steps {phases}\n{_jumps(hybrid)}\n"
-        f"  {done.rollbacks} jumps taken back, {done.divergences} divergences; cost {done.cost:,.0f} forward passes, "
+        f"  {done.rollbacks} jumps rolled back, {done.divergences} divergences; cost {done.cost:,.0f} forward passes, "
         f"{steps} plain steps cost {plain:,.0f} ({100 * (done.cost / plain - 1):+.1f} %)"
     )
 
@@ -199,41 +199,42 @@ def _jumps(hybrid: HybridTrainer) -> str:
     if done.jumps:
         fused = max(0, done.jumps - done.steps_by_phase[Phase.PREDICT.value])
         return (
-            f"  {done.jumps} jumps, {fused} of them within an update, over {done.predicted_steps:,.1f} predicted steps "
-            "(a diagnostic, no speed-up: compare final losses at equal cost)"
+            f"  {done.jumps} jumps, {fused} of them within an update, {done.predicted_steps:,.1f} predicted steps in "
+            f"all "
+            "(not a measure of speed: compare final losses at equal cost)"
         )
     if config.max_predict_steps == 0:
         why = "max_predict_steps is 0"
     elif controller.state.confidence < config.confidence_threshold:
         why = f"confidence fell to {controller.state.confidence:.2f}, below {config.confidence_threshold:g}"
     else:
-        why = "warm-up and the first block are longer than the run, or losses gave alarm; see docs/hybrid-training.md"
+        why = "the run ends before the first round does, or divergence was detected; see docs/hybrid-training.md"
     return f"  no jump: {why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Monitoring:
-    """Monitors of a run; nothing by default."""
+    """Monitors of a run; none by default."""
 
     profile_csv: Path | None = None
-    """Where the snapshots go; None: to no file."""
+    """CSV file of the snapshots; None: no file."""
     profile_every: int = 1
     alert_bytes: int = DEFAULT_ALERT_BYTES
-    """Memory use above this is reported at once."""
+    """Memory use that triggers an alert."""
     spike_fraction: float = DEFAULT_SPIKE_FRACTION
-    """Rise over the snapshot before, as a fraction of it, above which the report lists a spike."""
+    """Relative rise over the previous snapshot that counts as a spike."""
     tensorboard: Path | None = None
     wandb_project: str | None = None
     mlflow: Path | None = None
 
 
 class RunMonitor:
-    """Watches one run: ``with RunMonitor(...) as monitor``. At the end, also a bad one, the profile is written.
+    """Monitors one run: ``with RunMonitor(...) as monitor``. The profile is written at the end, also after an error.
 
-    ``folder`` is for local files of a logging service, which stores ``settings`` with its run.
+    ``folder`` is for local files of logging services, which store ``settings`` with the run.
 
     Raises:
-        ConfigError: a package is not installed, a path cannot serve.
+        ConfigError: a package is not installed, or a path is unusable.
         OSError: a folder cannot be written.
     """
 
@@ -264,13 +265,13 @@ class RunMonitor:
         return self
 
     def record_step(self, step: int, phase: Phase, metrics: Mapping[str, float | None]) -> None:
-        """Log a step's metrics, without those that are None, and take a snapshot if one is due."""
+        """Log a step's metrics that are not None, and take a snapshot if one is due."""
         self._log("train", step, metrics)
         if self._profiler is not None:
             self._profiler.record_step(step, phase)
 
     def record_validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Log an evaluation's metrics, without those that are None."""
+        """Log an evaluation's metrics that are not None."""
         self._log("validation", step, metrics)
 
     def _log(self, group: str, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -296,7 +297,7 @@ class RunMonitor:
                 raise
             self._say(f"the memory profile was not written: {fault}")  # the run's own error is the one to raise
         else:
-            self._say(f"memory profile written: {self._csv}")
+            self._say(f"memory profile written to {self._csv}")
 
 
 def _probe(path: Path) -> None:

@@ -1,57 +1,58 @@
-"""``hybridtrain virtual``: a script that wants a card, unmodified, on one that is not there."""
+"""``hybridtrain virtual``: an unmodified script that needs a card, on a virtual one."""
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 
 from hybridtrain.errors import ConfigError, HybridTrainError, reasons
 from hybridtrain.reports.card_report import (
     bytes_table,
     card_mapping,
     class_table,
-    holders_text,
-    memory_line,
-    refusal_line,
+    figure_lines,
+    peak_figures,
+    place_of,
+    sizes_text,
+    verdict_line,
 )
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
-from hybridtrain.virtual_gpu.facade.basis import Basis, growth_text
+from hybridtrain.virtual_gpu.facade.basis import PlanBasis, growth_text
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.estimate import by_module
 from hybridtrain.virtual_gpu.facade.launchers import missing_script, python_command
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
-_MODULES_SHOWN = 8
-_STAND_INS_SHOWN = 8
-_REFUSALS_SHOWN = 3
-_STEPS_SHOWN = 6
+_PLACES_SHOWN = 3
 _RUNNER = "<frozen runpy>"
 
 
 class ScriptError(HybridTrainError):
-    """A script ended in an error of its own: its traceback, without our frames, is what its author needs."""
+    """The script raised an error of its own; the message has its traceback without our frames."""
 
     def __init__(self, name: str, error: Exception) -> None:
         told = traceback.TracebackException.from_exception(error)
         ours = max((n for n, frame in enumerate(told.stack) if frame.filename == _RUNNER), default=-1)
         del told.stack[: ours + 1]
-        super().__init__(f"{name} ended in an error of its own.\n{''.join(told.format()).rstrip()}")
+        super().__init__(f"{name} raised an error of its own.\n{''.join(told.format()).rstrip()}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualRun:
-    """Memory and time of a script on the card that it asked for."""
+    """Memory and time of a script on a virtual card."""
 
     script: str
     gpu: VirtualGpu
     run: CardRun
-    basis: Basis
+    basis: PlanBasis
     host_memory_bytes: int | None
     reserved: ReservedRange | None
-    """By how much reserved bytes move when a run is not quite this one; None of a run that grows with each step."""
+    """Effect of small changes of the run on reserved bytes; None if memory grows with each step."""
 
     @property
     def fits(self) -> bool:
@@ -78,82 +79,100 @@ class VirtualRun:
             "tokens_per_s": None,
             "bound": run.bound.value if self.fits else None,
             "fitting_stacks": None,
-            "stand_ins": list(map(asdict, self.gpu.stand_ins())),
+            "placeholders": list(map(asdict, self.gpu.placeholders())),
             "without_gradient": list(self.gpu.without_gradient),
             "basis": self.basis.as_mapping(),
         }
 
-    def as_text(self) -> str:
-        """Return the same for a reader."""
+    def as_text(self, *, explain: bool = False) -> str:
+        """Return the same for a reader: the verdict first; with ``explain`` also tables, and every place."""
         run, world = self.run, self.gpu.world
-        cards = run.card.name if world.size == 1 else f"rank {world.rank} of {world.size} x {run.card.name}"
-        held = [(name or "(no module)", size) for name, size in by_module(run).items()]
-        modules, rest = dict(held[:_MODULES_SHOWN]), held[_MODULES_SHOWN:]
-        if rest:
-            modules[f"({len(rest)} others)"] = sum(size for _, size in rest)
-        peaks = [
-            f"step {step.step} {to_gib(step.allocated_bytes):.2f} GiB at {step.stage} {step.unit}".strip()
-            for step in run.steps
-        ]
-        if len(peaks) > _STEPS_SHOWN:
-            peaks[_STEPS_SHOWN // 2 : -_STEPS_SHOWN // 2] = [f"{len(peaks) - _STEPS_SHOWN} more"]
+        cards = run.card.name if world.size == 1 else f"{run.card.name} (rank {world.rank} of {world.size})"
+        verdict = verdict_line(
+            run, self.script, run.verdict, cards=cards, before_steps="before the first step", is_whole=False
+        )
+        figures = [*peak_figures(run), ("parameters", format_count(self.gpu.num_params))]
+        if self.fits:
+            figures.insert(-1, ("by module", sizes_text(_by_list(by_module(run)))))
+            speed = f"{format_seconds(run.time.seconds)} per step, bottleneck: {run.time.bound} (estimated)"
+            figures.insert(0, ("speed", speed))
         lines = [
-            f"{self.script}, {cards}: {format_count(self.gpu.num_params)} parameters\n",
-            class_table(run),
-            f"\n{bytes_table('by module', modules)}",
-            f"\n{memory_line(run)}",
-            *filter(None, [run.card.source_note, "" if self.reserved is None else self.reserved.as_text()]),
-            f"{format_bytes(self.gpu.host_peak_bytes)} of tensors on the host (planned)",
-            "; ".join(peaks),
-            f"{format_seconds(run.time.seconds)} a step, {run.time.bound}-bound (estimated)"
-            if self.fits
-            else "no time of a step: the last one did not end",
-            *self._remarks(),
-            self.basis.as_text(),
-            holders_text(run),
-            self._verdict(),
+            verdict,
+            *(f"  {caveat}" for caveat in self._caveats()),
+            *figure_lines(figures),
+            *(f"  {remark}" for remark in self._remarks(explain=explain)),
+            f"  {self.basis.as_text()}",
+            *([f"  {run.card.note}"] if run.card.note else []),
         ]
-        return "\n".join(filter(None, lines))
+        if explain:
+            lines += [
+                f"\n{class_table(run)}",
+                f"\n{bytes_table('by module', by_module(run))}\n",
+                *(
+                    f"step {step.step}: {to_gib(step.allocated_bytes):.2f} GiB at {place_of(step)}"
+                    for step in run.steps
+                ),
+                f"host memory: {format_bytes(self.gpu.host_peak_bytes)} of tensors (planned)",
+                *([] if self.reserved is None else [self.reserved.as_text()]),
+            ]
+        return "\n".join(lines)
 
-    def _remarks(self) -> Iterator[str]:
-        stand_ins, without_gradient = self.gpu.stand_ins(), self.gpu.without_gradient
-        if stand_ins:
+    def _caveats(self) -> list[str]:
+        """Return why the verdict may be another on a real card."""
+        basis, run = self.basis, self.run
+        found = basis.caveats(fits=self.fits)
+        free = run.card.memory_bytes - run.device_used_bytes
+        if basis.growth is not None and self.fits:
+            found.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
+        reserved = self.reserved
+        if self.fits and reserved is not None and (reserved.margin_bytes > free or reserved.lengths_fit is False):
+            found.append(reserved.as_text())
+        if not self.fits:
+            found.append("a larger --card shows what the whole step takes")
+        return found
+
+    def _remarks(self, *, explain: bool) -> Iterator[str]:
+        placeholders, without_gradient = self.gpu.placeholders(), self.gpu.without_gradient
+        if explain and placeholders:
             yield "placeholder values that the script read (nothing was computed):"
-            for use in stand_ins[:_STAND_INS_SHOWN]:
+            for use in placeholders:
                 yield f"  {use.where}: {use.op}, {use.rule}" + (f", {use.times} times" if use.times > 1 else "")
-            if len(stand_ins) > _STAND_INS_SHOWN:
-                yield f"  and {len(stand_ins) - _STAND_INS_SHOWN} more places (--json lists them)"
+        elif placeholders:
+            places = ", ".join(f"{use.where} ({use.rule})" for use in placeholders[:_PLACES_SHOWN])
+            more = len(placeholders) - _PLACES_SHOWN
+            yield f"placeholder values read at {places}" + (f" and {more} more places (--explain)" if more > 0 else "")
         if without_gradient:
             names = ", ".join(sorted(set(without_gradient))[:3])
             yield f"WARNING: {len(without_gradient)} trainable parameters got no gradient, as in {names}"
         refusals = self.basis.refusals[1:]
         if refusals:
+            shown = len(refusals) if explain else _PLACES_SHOWN
             yield "refused by the virtual card, too, and caught by the script:"
-            yield from (f"  {text}" for text in refusals[:_REFUSALS_SHOWN])
-            if len(refusals) > _REFUSALS_SHOWN:
-                yield f"  and {len(refusals) - _REFUSALS_SHOWN} more (--json lists them)"
+            yield from (f"  {text}" for text in refusals[:shown])
+            if len(refusals) > shown:
+                yield f"  and {len(refusals) - shown} more (--explain lists them)"
 
-    def _verdict(self) -> str:
-        basis = self.basis
-        worth = basis.worth(fits=self.fits)
-        if basis.growth is not None and self.fits:
-            free = self.run.card.memory_bytes - self.run.device_used_bytes
-            worth.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
-        if self.fits:
-            return "; ".join([self.run.card.told(self.run.verdict), *worth])
-        refused = refusal_line(self.run, before_steps="before the first step")
-        return "; ".join([refused, "what the whole step takes, a larger --card tells", *worth])
+
+def _by_list(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes by module without the prefix that all share, numbered modules of one list together: ``layers.*``."""
+    paths = [name.split(".") for name in sizes if "." in name]
+    shared = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+    found = Counter[str]()
+    for name, size in sizes.items():
+        parts = ["*" if part.isdecimal() else part for part in name.split(".")]
+        found[".".join(parts[shared:] or parts) or "(no module)"] += size
+    return found
 
 
 def run_script(
     command: Sequence[str], gpu: VirtualGpu, *, host_memory_bytes: int | None, quiet: bool = False
 ) -> VirtualRun:
-    """Run a script on a virtual card to its end, to the last iteration asked for, or to the request that is refused.
+    """Run a script on a virtual card to its end, to the last requested iteration, or to an out-of-memory error.
 
     Args:
         command: A Python file, ``-m`` and a module, or a launcher; then the script's own arguments.
         gpu: The card, not entered yet.
-        host_memory_bytes: Of the machine around the card; None: as much as is asked for.
+        host_memory_bytes: Host memory of the machine; None: unlimited.
         quiet: Send what the script prints to standard error.
 
     Raises:
@@ -201,6 +220,4 @@ def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
             raise ScriptError(name, error) from error
         if error.code not in {None, 0}:
             told = "".join(f" {text}" for text in gpu.ledger.seen.refusals[-1:])
-            raise ConfigError(
-                "virtual", [f"{name}: the script ended by itself with code {error.code}.{told}"]
-            ) from error
+            raise ConfigError("virtual", [f"{name}: the script exited with code {error.code}.{told}"]) from error

@@ -1,15 +1,15 @@
-"""A virtual card: the memory that PyTorch code takes of it, and the time of a step. It knows of no trainer.
+"""A virtual card: memory and step time of any PyTorch code. Independent of the trainer.
 
     VirtualGpu         runs unmodified CUDA code of PyTorch; ``report()`` returns the card's memory and time
     estimate_memory    the same for a model and a batch, in one call
     StorageLedger      counts every storage, from its allocation to its release: a LedgerTrace
-    replay_on_card     a trace through a model of torch's caching allocator: allocated, active, reserved, out of memory
-    estimate_step      the time of a step, by a roofline with lanes for copies, processor and disk
-    CachingAllocator   that model by itself: malloc and free
-    find_card, Card    the catalogue (hardware.toml: a table for each card), or any card in a TOML file
-    build_snapshot     a memory snapshot for https://pytorch.org/memory_viz; ``build_trace`` one for Perfetto
+    replay_on_card     replays a trace in a model of torch's caching allocator: allocated, active, reserved, out of
+    memory estimate_step      the time of a step, by a roofline with lanes for copies, processor and disk
+    CachingAllocator   that model by itself: malloc and free find_card, Card    the catalogue (hardware.toml: a table
+    for each card), or any card in a TOML file build_snapshot     a memory snapshot for https://pytorch.org/memory_viz;
+    ``build_trace`` one for Perfetto
 
-Nothing here is imported before it is asked for: what a tensor is for (``TensorClass``) can be said without torch.
+Imports are lazy; ``TensorClass`` does not need torch.
 """
 
 from importlib import import_module
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from hybridtrain.virtual_gpu.facade.card_run import CardRun as CardRun
     from hybridtrain.virtual_gpu.facade.estimate import MemoryEstimate as MemoryEstimate
     from hybridtrain.virtual_gpu.facade.estimate import estimate_memory as estimate_memory
-    from hybridtrain.virtual_gpu.facade.stand_in import DataDependentError as DataDependentError
-    from hybridtrain.virtual_gpu.facade.stand_in import StandIn as StandIn
+    from hybridtrain.virtual_gpu.facade.placeholders import DataDependentError as DataDependentError
+    from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse as PlaceholderUse
     from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu as VirtualGpu
 
 _NAMES = {
@@ -61,7 +61,7 @@ _NAMES = {
     "allocator.replay": ("Replay", "StepMemory", "replay_on_card", "replay_trace"),
     "cards.roofline": ("StepTime", "estimate_step"),
     "allocator.snapshot": ("build_snapshot", "write_snapshot"),
-    "facade.stand_in": ("DataDependentError", "StandIn"),
+    "facade.placeholders": ("DataDependentError", "PlaceholderUse"),
     "account.tensor_class": ("TensorClass",),
     "account.trace": ("build_trace", "write_trace"),
     "facade.virtual_gpu": ("VirtualGpu",),

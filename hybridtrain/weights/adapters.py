@@ -38,15 +38,15 @@ _UNKNOWN = (
     "bias", "lora_bias", "modules_to_save", "layers_to_transform", "layer_replication", "rank_pattern", "alpha_pattern",
     "target_parameters", "trainable_token_indices",
 )  # fmt: skip
-"""Settings of PEFT's that make another model than ours."""
+"""PEFT settings that would change the model, and are not supported."""
 _REMEDIES = {
-    "peft_type": "only LoRA and its kinds can be read", "r": "set lora's rank", "lora_alpha": "set lora's alpha",
+    "peft_type": "only LoRA and its variants are supported", "r": "set lora's rank", "lora_alpha": "set lora's alpha",
     "use_rslora": "set lora's scaling", "use_dora": "set lora's magnitude",
 }  # fmt: skip
 
 
 def has_adapters(trainer: Trainer) -> bool:
-    """Return whether adapters are what is trained."""
+    """Return whether the trained parameters are adapters."""
     return trainer.plan.adapter_rank > 0
 
 
@@ -54,8 +54,8 @@ def has_adapters(trainer: Trainer) -> bool:
 def merged_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
     """Yield every parameter of the model without adapters, whole, as ``exact_values`` does.
 
-    A matrix that has one is W + scale B A in float32 (DoRA: rescaled by rows), with W as the forward pass sees it: of
-    codes what they stand for. One matrix is made at a time.
+    A matrix with an adapter is W + scale B A in float32 (DoRA: rescaled by rows), with W dequantized. One matrix is in
+    memory at a time.
     """
     trained = _trained_values(trainer)
     units, weights = trainer.model.units(), trainer.weights
@@ -92,19 +92,19 @@ def _exact(adapter: Adapter, matrix: str, trained: dict[str, Tensor]) -> Adapter
 def export_adapter(
     trainer: Trainer, folder: Path, *, base: str, tokenizer_folder: Path | None = None
 ) -> list[Path]:  # fmt: skip
-    """Write adapters, exact, as PEFT's ``PeftModel.from_pretrained`` reads them, and return the files.
+    """Write adapters exactly, in PEFT's format for ``PeftModel.from_pretrained``; return the files.
 
     Args:
-        trainer: Whose adapters.
+        trainer: The trainer with the adapters.
         folder: Absent or empty.
-        base: Name or folder of the model that they belong to, which PEFT loads beside them.
-        tokenizer_folder: Whose tokenizer and chat template are written too.
+        base: Name or folder of the base model, which PEFT loads.
+        tokenizer_folder: Folder of the tokenizer and chat template to copy.
 
     Raises:
         ConfigError: there are no adapters, or the folder holds something.
     """
     if not has_adapters(trainer):
-        raise ConfigError(str(folder), ["the model has no adapters; export it as a whole model"])
+        raise ConfigError(str(folder), ["the model has no adapters; export the whole model"])
     require_free(folder)
     places = _places(trainer)
     with new_folder(folder) as partial:
@@ -143,17 +143,17 @@ def _modules(names: Iterable[str]) -> list[str]:
 
 @torch.no_grad()
 def load_adapter(trainer: Trainer, folder: Path) -> None:
-    """Give adapters, before the first step, the values that PEFT, or ``export_adapter``, wrote into a folder.
+    """Load adapters, before the first step, from a folder that PEFT or ``export_adapter`` wrote.
 
-    They come to the bit where adapters are float32 or have masters; else they are rounded to nearest. The plan has
-    adapters of the same kind; dropout may differ. Nothing is unpickled.
+    Values are exact if adapters are float32 or have masters, else rounded to nearest. The plan's adapters must be of
+    the same kind; dropout may differ. Nothing is unpickled.
 
     Raises:
-        ConfigError: files are missing, damaged or pickled, or of other adapters; every difference is a fault.
+        ConfigError: files are missing, damaged, pickled or of other adapters; each difference is a fault.
     """
     if not has_adapters(trainer):
-        raise ConfigError(str(folder), ["the model has no adapters to be read; add lora to the stack"])
-    assert not trainer.steps_done, "moments would be of other values"
+        raise ConfigError(str(folder), ["the model has no adapters; add lora to the stack"])
+    assert not trainer.steps_done, "loading adapters after a step would leave wrong moments"
     if not (folder / _FILE).is_file():
         raise ConfigError(str(folder), [_no_adapter(folder)])
     places = _places(trainer)
@@ -162,18 +162,20 @@ def load_adapter(trainer: Trainer, folder: Path) -> None:
     shapes = dict(places.values())
     wanted, present = sorted(_modules(shapes)), sorted(_modules(tensors))
     if wanted != present:
-        faults.append(f"adapters of {', '.join(present)}, those here are of {', '.join(wanted)}; set lora's targets")
+        faults.append(
+            f"the adapters are of {', '.join(present)}, the plan's of {', '.join(wanted)}; set lora's targets"
+        )
     else:
         strange = {*tensors} - {*shapes}
-        faults += [f"{name}: no adapter of this model; take the model that it was made for" for name in strange]
+        faults += [f"{name}: not an adapter of this model; use the model that it was trained for" for name in strange]
         for theirs, shape in shapes.items():
             tensor = tensors.get(theirs)
             if tensor is None:
-                faults.append(f"{theirs}: missing; it must be there with shape {shape}: save the adapter again")
+                faults.append(f"{theirs}: missing; shape {shape} is required: save the adapter again")
             elif tensor.shape != shape or tensor.dtype_name not in DTYPES:
                 faults.append(
-                    f"{theirs}: {tensor.dtype_name} {tensor.shape} must be {shape} of {', '.join(DTYPES)}; take the "
-                    "model and the rank that it was made for"
+                    f"{theirs}: {tensor.dtype_name} {tensor.shape} must be {shape} of {', '.join(DTYPES)}; use the "
+                    f"model and the rank that it was trained with"
                 )
     if faults:
         raise ConfigError(str(folder), sorted(faults))
@@ -200,7 +202,7 @@ def _no_adapter(folder: Path) -> str:
             f"{_PICKLE} is a pickle, which can run code and is never opened; adapters must be safetensors: convert "
             "them where you trust them, by PEFT's save_pretrained"
         )
-    return f"holds no {_FILE}; it must be a folder that PEFT's save_pretrained wrote: check the path"
+    return f"has no {_FILE}; give a folder that PEFT's save_pretrained wrote"
 
 
 def _config_faults(trainer: Trainer, config: Mapping[str, JsonValue]) -> Iterator[str]:
@@ -211,18 +213,18 @@ def _config_faults(trainer: Trainer, config: Mapping[str, JsonValue]) -> Iterato
             yield f"{name}: {json.dumps(given)}, the plan has {json.dumps(value)}; {_REMEDIES[name]}"
     for name in _UNKNOWN:
         if config.get(name) not in (None, False, "none", [], {}):
-            yield f"{name}: {json.dumps(config[name])} is not known here; it must be off: train an adapter without it"
+            yield f"{name}: {json.dumps(config[name])} is not supported; use an adapter trained without it"
     if config.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
         yield (
-            f"init_lora_weights: {json.dumps(config['init_lora_weights'])} changes the weights beside adapters; save "
-            "the adapter as LoRA, which PEFT converts it to"
+            f"init_lora_weights: {json.dumps(config['init_lora_weights'])} changes the base weights; let PEFT convert "
+            f"the adapter to plain LoRA when saving"
         )
 
 
 def require_free(folder: Path) -> None:
-    """Raise ``ConfigError`` for a folder that holds something: exports replace nothing."""
+    """Raise ``ConfigError`` if a folder is not empty: exports overwrite nothing."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(str(folder), ["is there already; it must be absent or empty: choose another"])
+        raise ConfigError(str(folder), ["exists already; the folder must be absent or empty: choose another"])
 
 
 def _settings(plan: PhasePlan) -> JsonMapping:

@@ -12,17 +12,17 @@ from hybridtrain.models.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class DiskWeight:
-    """The tensors of one parameter."""
+    """The tensors of one parameter in a checkpoint."""
 
     names: tuple[str, ...]
-    """One after the other they are the parameter: the experts, which our parameter stacks, or a single one."""
+    """Tensor names; concatenated they are the parameter: one, or the experts that our parameter stacks."""
     shape: tuple[int, ...]
-    """Of each of them."""
+    """Shape of each tensor."""
     is_transposed: bool
-    """The parameter is the transpose of its only tensor: GPT-2's Conv1D layers are kept as (in, out)."""
+    """Whether the tensor is transposed: GPT-2's Conv1D layers are stored as (in, out)."""
 
     def pieces(self, part: slice) -> Iterator[tuple[str, slice]]:
-        """Yield the tensors, and the ranges of their elements, that a range of the parameter's is made of."""
+        """Yield the tensors and their element ranges for a range of the parameter's elements."""
         size = prod(self.shape)
         for number in range(part.start // size, -(-part.stop // size)):
             first = number * size
@@ -30,13 +30,13 @@ class DiskWeight:
 
 
 def disk_weights(model: BlockModel) -> dict[str, DiskWeight]:
-    """Return the place of every parameter except adapters', from shapes alone."""
+    """Return the location of every parameter except adapters', from shapes alone."""
     named = ((name, parameter) for name, parameter in model.named_unit_parameters() if not is_adapter(name))
     return {name: disk_weight(model.config, name, tuple(parameter.shape)) for name, parameter in named}
 
 
 def disk_weight(config: ModelConfig, name: str, shape: tuple[int, ...] = ()) -> DiskWeight:
-    """Return the place of a parameter by its qualified name and its shape."""
+    """Return the location of a parameter by its qualified name and shape."""
     hf = config.architecture.hf
     names, block, path = {**WEIGHT_NAMES, **hf.weights}, "", name
     if name.startswith("block."):
@@ -44,7 +44,7 @@ def disk_weight(config: ModelConfig, name: str, shape: tuple[int, ...] = ()) -> 
     layer, part = (path, "weight") if path in names else path.rsplit(".", 1)
     theirs = f"{hf.block_prefix.format(block=block) if block else ''}{names[layer]}.{part}"
     if "{expert}" in theirs:
-        assert config.experts is not None, f"{config.family} has experts, its shape says how many"
+        assert config.experts is not None, f"{config.family} without a number of experts"
         return DiskWeight(
             tuple(theirs.format(expert=expert) for expert in range(config.experts.count)), shape[1:], False
         )
@@ -53,9 +53,9 @@ def disk_weight(config: ModelConfig, name: str, shape: tuple[int, ...] = ()) -> 
 
 
 def hf_text_name(family: Family, name: str) -> str | None:
-    """Return the name in a checkpoint of the text model alone; None: the tensor is of a part beside the text model.
+    """Return the name in a checkpoint of the text model alone; None: it is not part of the text model.
 
-    ``name`` is that in a checkpoint of the text model, or of a multimodal one that has it.
+    ``name`` is from a checkpoint of the text model or of a multimodal model with it.
     """
     whole = FAMILIES[family].hf.multimodal
     if whole is not None and name.startswith(whole.beside):

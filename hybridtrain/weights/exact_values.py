@@ -17,16 +17,15 @@ from hybridtrain.trainer import Trainer
 def exact_values(trainer: Trainer) -> Iterator[tuple[str, slice, Tensor]]:
     """Yield every trained parameter's name, a range of its elements, and their (P,) float32 values on the device.
 
-    A parameter's slices come in order. Values are those that an update starts from: the master's where there is one.
-    They are only valid until the next are asked for. Unlike a pass over parameters this asks for no optimizer state,
-    which may not exist yet. The trainer's phase becomes FULL.
+    A parameter's slices come in order. Values are the master weight's if there is one, and valid until the next slice.
+    Optimizer state is not created. The trainer's phase becomes FULL.
 
     Raises:
-        ConfigError: ranks have cut the model's state; none of them has all values.
+        ConfigError: the state is sharded over ranks.
     """
     if trainer.shards.cuts_state:
-        fault = "each holds its range alone; one process must have all: save the state, and hybridtrain export the run"
-        raise ConfigError(f"exact values on {trainer.group.world} ranks", [fault])
+        fault = "weights are sharded over ranks; save a checkpoint, then run hybridtrain export"
+        raise ConfigError(f"export with {trainer.group.world} ranks", [fault])
     trainer.enter_phase(Phase.FULL)
     trainer.transfer.finish()
     units, weights, states = trainer.model.units(), trainer.weights, trainer.states

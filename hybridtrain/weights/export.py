@@ -42,21 +42,20 @@ def export_folder(
 ) -> list[Path]:
     """Write a model's exact values as safetensors with config.json and tokenizer, and return the files.
 
-    Values go to the files slice by slice: no shard, and no tensor but a transposed one, is in memory whole. The folder
-    appears when it is complete.
+    Values are written slice by slice; only a transposed tensor is in memory whole. The folder appears when it is
+    complete.
 
     Args:
-        trainer: Whose weights; master values where there are any, adapters merged. Its phase becomes FULL.
+        trainer: The trainer; master weights are exported if there are any, adapters merged. Its phase becomes FULL.
         folder: Absent or empty.
         dtype: float32, which is exact, or float16 or bfloat16, rounded to nearest.
-        source_folder: The one that the model began with: its config.json and tokenizer are copied.
-        tokenizer_folder: Where the tokenizer is, if elsewhere, and the ids of special tokens that a run took instead.
-        max_shard_bytes: Of one file, unless a single tensor is larger.
+        source_folder: Folder of the initial weights, whose config.json and tokenizer are copied.
+        tokenizer_folder: Folder of the tokenizer and of overridden special tokens, if it is another one.
+        max_shard_bytes: Largest file, unless a single tensor is larger.
 
     Raises:
-        ConfigError: the folder holds something.
-        DiskSpaceError: the model does not fit on its disk.
-        DivergenceError: a value is not finite, or none of this dtype.
+        ConfigError: the folder is not empty. DiskSpaceError: the disk has too little space. DivergenceError: a value is
+        not finite in this dtype.
     """
     require_free(folder)
     weights = disk_weights(trainer.model)
@@ -99,8 +98,7 @@ def _write_values(
         weight, value_P, place = weights[name], exact_P.reshape(-1).to("cpu", dtype), part
         if not bool(value_P.isfinite().all()):
             raise DivergenceError(
-                f"{name}: holds values that are not finite in {dtype}; a model must have none. Export float32, "
-                "or an older checkpoint."
+                f"{name}: has values that are not finite in {dtype}; export as float32, or an older checkpoint."
             )
         if weight.is_transposed:
             size = prod(weight.shape)
@@ -135,7 +133,7 @@ def _require_space(folder: Path, num_bytes: int) -> None:
     if num_bytes > free:
         raise DiskSpaceError(
             f"{folder}: the weights need {format_bytes(num_bytes)}, {format_bytes(free)} are free; nothing was "
-            "written. Make room, choose another disk, or a dtype of 16 bits."
+            f"written. Free disk space, choose another disk, or a 16-bit dtype."
         )
 
 

@@ -20,16 +20,16 @@ ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""What older folders hold beside weights: masks and angles, which every program computes itself."""
+"""Tensors in older folders that are not weights: masks and angles, which are recomputed."""
 _OUTPUT = "lm_head.weight"
 _COMPARED_ELEMENTS = 1 << 23
 
 
 class HfSource:
-    """Weights of a model, by our names for them, from ``tensors`` under transformers' names.
+    """Weights by our parameter names, from ``tensors`` under transformers' names.
 
-    ``origin`` heads the message of the ``ConfigError`` that names every tensor that is missing, misshapen or left over;
-    ``digest`` identifies these weights.
+    Raises ``ConfigError``, headed by ``origin``, with each missing, misshapen or unexpected tensor. ``digest``
+    identifies the weights.
     """
 
     def __init__(self, origin: str, tensors: Mapping[str, FileTensor], config: ModelConfig, digest: str = "") -> None:
@@ -45,18 +45,18 @@ class HfSource:
 
     @property
     def left_out(self) -> str:
-        """A sentence on the parts of a multimodal model beside the text model; empty: there are none."""
+        """A sentence on a multimodal model's ignored parts; empty: there are none."""
         if not self._left_out:
             return ""
         num_bytes = sum(tensor.num_bytes for tensor in self._left_out.values())
         parts = sorted({name.removeprefix("model.").partition(".")[0] for name in self._left_out})
         summary = f"{len(self._left_out)} tensors of {format_bytes(num_bytes)} ({', '.join(parts)})"
-        return f"the text part alone is read; left out: {summary}"
+        return f"only the text model is read; ignored: {summary}"
 
     def read(self, name: str, part: slice) -> Tensor:
         """Return elements ``part`` of a parameter, flat, as ``WeightSource`` says.
 
-        No others are read, but those of a transposed tensor, which is kept until another parameter is asked for.
+        Only these are read; a transposed tensor is read whole and kept until another parameter is read.
         """
         weight = self._weights[name]
         if self._whole is not None and self._whole[0] != name:
@@ -81,12 +81,12 @@ class HfSource:
             tensor = self._tensors.get(name)
             if tensor is None:
                 tie = "; or set tie_word_embeddings where the embedding is the output" if name == _OUTPUT else ""
-                yield f"{name}: missing; it must be there with shape {weight.shape}: download the folder again{tie}"
+                yield f"{name}: missing; shape {weight.shape} is required: download the folder again{tie}"
             elif tensor.shape != weight.shape:
                 yield f"{name}: {tensor.shape} must be {weight.shape}; use the config.json of these weights"
             elif tensor.dtype_name not in DTYPES:
                 allowed = ", ".join(DTYPES)
-                yield f"{name}: of type {tensor.dtype_name}, must be {allowed}; convert it, or take another version"
+                yield f"{name}: of type {tensor.dtype_name}, must be {allowed}; convert it, or use another version"
 
     def _surplus_faults(self, *, is_tied: bool) -> Iterator[str]:
         known = {name for weight in self._weights.values() for name in weight.names}
@@ -94,9 +94,9 @@ class HfSource:
             if name in known or name.endswith(_BUFFERS):
                 continue
             if not (is_tied and name == _OUTPUT):
-                yield f"{name}: no weight of this model; there must be no others: check its config.json"
+                yield f"{name}: not a weight of this model; check its config.json"
             elif not self._equals_embedding(tensor):
-                yield f"{name}: must equal the embedding where tie_word_embeddings is true; set it to false"
+                yield f"{name}: differs from the embedding although tie_word_embeddings is true; set it to false"
 
     def _equals_embedding(self, output: FileTensor) -> bool:
         embedding = self._tensors.get(self._weights["embedding.token"].names[0])
@@ -120,9 +120,9 @@ def _text_part(config: ModelConfig, tensors: Mapping[str, FileTensor]) -> dict[s
 
 
 def open_folder(path: Path, config: ModelConfig) -> HfSource:
-    """Open a folder's safetensors files as the first values of a model; headers are read, values when asked for.
+    """Open a folder's safetensors files as initial values; only headers are read, values on demand.
 
-    It holds ``model.safetensors``, or shards and ``model.safetensors.index.json``. Nothing is unpickled.
+    The folder has ``model.safetensors``, or shards with ``model.safetensors.index.json``. Nothing is unpickled.
 
     Raises:
         ConfigError: files are missing, damaged or pickled, or weights missing, misshapen or of another model.
@@ -134,7 +134,7 @@ def open_folder(path: Path, config: ModelConfig) -> HfSource:
         shards = _read_index(path)
         files = _open_shards(path, sorted(set(shards.values())))
         faults = [
-            f"{name}: said to be in {shard}, which has none; use the index of these shards"
+            f"{name}: the index says {shard}, which does not contain it; use the index of these shards"
             for name, shard in shards.items()
             if name not in files[shard].tensors
         ]
@@ -159,13 +159,13 @@ def _no_weights(path: Path) -> str:
             f"{pickled[0]} is a pickle, which can run code and is never opened; weights must be safetensors: convert "
             f"them where you trust them, by transformers' save_pretrained"
         )
-    return f"holds no {ONE_FILE} and no {INDEX}; it must hold one of them: check the path, or download it again"
+    return f"has neither {ONE_FILE} nor {INDEX}; check the path, or download it again"
 
 
 def _read_index(path: Path) -> dict[str, str]:
     shards = read_json(path / INDEX, "copy or download it again").get("weight_map")
     if not isinstance(shards, dict) or any(not isinstance(x, str) or Path(x).name != x for x in shards.values()):
-        raise ConfigError(str(path / INDEX), ["weight_map: shards must be files of this folder; download it again"])
+        raise ConfigError(str(path / INDEX), ["weight_map: shards must be files in this folder; download it again"])
     return {name: str(shard) for name, shard in shards.items()}
 
 

@@ -20,7 +20,7 @@ KERNELS = (
 CAPABILITIES = (80, 86, 89, 90, 120)
 """Compute capabilities of the cards: A100, RTX 30xx, RTX 40xx, H100 and H200, RTX 50xx."""
 SHARED_MEMORY_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}
-"""Most shared memory of one block (CUDA C++ Programming Guide, table of compute capabilities: 163, 99, 99, 227 and 99
+"""Largest shared memory per block (CUDA C++ Programming Guide, table of compute capabilities: 163, 99, 99, 227 and 99
 KiB)."""
 
 _FIRST_BLACKWELL = 100
@@ -33,15 +33,15 @@ class CompileCase:
     """One specialization of one Triton kernel: the arguments and the configuration that its launcher gives it."""
 
     name: str
-    """Unique, as ``flash_attention/forward/bf16/head64``."""
+    """Unique name, for example ``flash_attention/forward/bf16/head64``."""
     kernel: Any
     """The ``triton.jit`` function."""
     arguments: Mapping[str, str]
-    """Triton types of the run-time arguments by name, as ``*bf16``, ``i32``, ``fp32``."""
+    """Triton types of run-time arguments by name, for example ``*bf16``, ``i32``, ``fp32``."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Values of the ``tl.constexpr`` arguments by name."""
     unaligned: frozenset[str] = frozenset()
-    """Arguments of which Triton must not assume a multiple of 16; scalars of floating point never are."""
+    """Arguments that Triton must not assume to be multiples of 16; floating-point scalars never are."""
     num_warps: int = 4
     num_stages: int = 3
 
@@ -49,7 +49,7 @@ class CompileCase:
     def of(
         cls, name: str, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], **options: Any
     ) -> "CompileCase":
-        """Return a case whose arguments are those without a constant; one whose type is not given is a ``*fp32``."""
+        """Return a case; arguments are those without a constant, of type ``*fp32`` by default."""
         arguments = {key: types.get(key, "*fp32") for key in kernel.arg_names if key not in constants}
         return cls(name=name, kernel=kernel, arguments=arguments, constants=constants, **options)
 
@@ -61,7 +61,7 @@ class KernelResources:
     registers: int
     """Per thread."""
     spill_bytes: int
-    """Per thread, stored to and loaded from local memory for want of registers; the two are added."""
+    """Bytes per thread spilled to and loaded from local memory, added."""
     shared_bytes: int
     """Shared memory of one block."""
     code_bytes: int
@@ -69,7 +69,7 @@ class KernelResources:
 
 
 def compile_cases(capability: int, kernels: tuple[str, ...] = KERNELS) -> Iterator[CompileCase]:
-    """Yield the cases of every kernel for a compute capability, as 90."""
+    """Yield the cases of every kernel for a compute capability, for example 90."""
     for kernel in kernels:
         yield from import_module(f"hybridkernels.{kernel}.triton_kernel").compile_cases(capability)
 
@@ -78,8 +78,7 @@ def compile_ahead(case: CompileCase, capability: int) -> KernelResources:
     """Compile one case for a compute capability, as 90.
 
     Raises:
-        RuntimeError: it takes more shared memory than a block of such a card may.
-        triton.CompilationError: the kernel is at fault.
+        RuntimeError: it exceeds the card's shared memory per block. triton.CompilationError: the kernel is invalid.
     """
     import triton  # noqa: PLC0415  optional
     from triton import knobs  # noqa: PLC0415
@@ -105,8 +104,8 @@ def compile_ahead(case: CompileCase, capability: int) -> KernelResources:
     shared: int = built.metadata.shared
     if shared > SHARED_MEMORY_BYTES[capability]:
         raise RuntimeError(
-            f"{case.name}: takes {shared:,} B of shared memory, a block on sm_{capability} may take "
-            f"{SHARED_MEMORY_BYTES[capability]:,}; use smaller blocks or fewer stages there"
+            f"{case.name}: takes {shared:,} B of shared memory, but a block on sm_{capability} has "
+            f"{SHARED_MEMORY_BYTES[capability]:,}; use smaller blocks or fewer stages"
         )
     log = _assemble(built.asm["ptx"], capability, Path(triton.__file__).parent)
     spills, registers = _SPILLS.search(log), _REGISTERS.search(log)
@@ -124,7 +123,7 @@ def _assemble(ptx: str, capability: int, triton_folder: Path) -> str:
     """Return the report of the assembler that Triton itself used."""
     tool = "ptxas-blackwell" if capability >= _FIRST_BLACKWELL else "ptxas"
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert target is not None, "PTX names its target"
+    assert target is not None, "PTX without a target"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx, encoding="utf-8")

@@ -25,13 +25,13 @@ def define_op(
     """Register ``hybridkernels::{name}`` and return it, a ``CustomOpDef`` of torch.
 
     Args:
-        name: Of the op.
-        plain: Its version for the CPU; for every device where ``cuda`` is None.
-        cuda: Its version for CUDA.
-        fake: Makes empty outputs of the right sizes; the default is that of an op that works in place.
-        mutates: Arguments that it overwrites.
-        schema: Its types as torch writes them; None takes them from the annotations of ``plain``.
-        flops: The formula for torch's counter, of shapes.
+        name: Name of the op.
+        plain: Implementation for the CPU, and for all devices without ``cuda``.
+        cuda: Implementation for CUDA.
+        fake: Returns empty outputs of the right sizes; default: for in-place ops.
+        mutates: Arguments that it modifies.
+        schema: Types in torch's syntax; None: from the annotations of ``plain``.
+        flops: FLOP formula of shapes, for torch's counter.
     """
     devices, full_name = None if cuda is None else "cpu", f"hybridkernels::{name}"
     op = torch.library.custom_op(full_name, plain, mutates_args=mutates, device_types=devices, schema=schema)
@@ -45,14 +45,14 @@ def define_op(
     return op
 
 
-def triton_or(plain: Function, launcher: str, *, key: str = "", fits: Function = lambda *_: True) -> Function:
-    """Return an op's version for CUDA: its Triton launcher where that runs, else the plain version.
+def triton_or_fallback(plain: Function, launcher: str, *, key: str = "", fits: Function = lambda *_: True) -> Function:
+    """Return an op's CUDA implementation: its Triton launcher if that runs, else the plain one.
 
     Args:
-        plain: In torch's own ops; its first argument is a tensor, or a list that begins with one.
-        launcher: Folder and function, as ``nf4.nf4_dequantize_triton``, of the arguments of ``plain``.
-        key: Name of the op in choices.toml; empty: that of the launcher without ``_triton``.
-        fits: Whether the launcher takes the arguments.
+        plain: Implementation by torch ops; its first argument is a tensor, or a list of tensors.
+        launcher: Folder and function, for example ``nf4.nf4_dequantize_triton``, with the arguments of ``plain``.
+        key: Name of the op in choices.toml; empty: the launcher's without ``_triton``.
+        fits: Whether the launcher supports the arguments.
     """
     folder, _, function = launcher.partition(".")
     key = key or function.removesuffix("_triton")
@@ -67,10 +67,10 @@ def triton_or(plain: Function, launcher: str, *, key: str = "", fits: Function =
 
 
 def empty_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return a contiguous tensor of the shape, dtype and device of each, not filled: a fake's outputs."""
+    """Return uninitialized contiguous tensors like each input, as outputs of a fake."""
     return tuple(tensor.new_empty(tensor.shape) for tensor in tensors)
 
 
 def describe(*tensors: Tensor) -> str:
-    """Return dtype, shape and device of each tensor, for messages."""
+    """Describe dtype, shape and device of tensors, for messages."""
     return ", ".join(f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)

@@ -1,8 +1,8 @@
-"""The choice of an op's implementation on this card: the fastest measured there, else a stated order.
+"""The choice of an op's implementation on this card: the fastest measured one, else a default order.
 
-``choices.toml`` holds one row per op and card, written by ``hybridtrain bench kernels --choose`` from measurements. An
-op without a row for the card at hand takes the first implementation of its own order that can run: well-kept
-libraries stand before ours there, for ours is not measured.
+``choices.toml`` holds one row per op and card, written by ``hybridtrain bench kernels --choose`` from measurements.
+Without a row an op uses the first implementation of its default order that can run; established libraries come before
+ours, which was not measured.
 """
 
 import tomllib
@@ -27,7 +27,7 @@ def chosen_provider(op: str, available: Sequence[str], device: torch.device) -> 
         device: A CUDA device.
 
     Raises:
-        ValueError: an implementation was forced that cannot run here.
+        ValueError: the forced implementation cannot run here.
     """
     forced = _forced.get(op)
     if forced is not None:

@@ -158,11 +158,12 @@ REAL_STACKS: dict[str, list[Optimization]] = {
         GradAccumulation(grad_accum_steps=2, accumulator="bfloat16"),
         ChunkedLoss(loss_chunk_tokens=3),
     ],
+    "all-blocks": [],
 }
 """Those of real widths and vocabulary. Processors without bfloat16 take seconds for ten tokens: two micro-batches of 5
 tokens, the last chunk shorter, do; more of them, in larger chunks, are the tiny models'."""
-REAL_MODELS = {name: PRESETS["gpt2-small"] if name == "vanilla" else SHALLOW for name in REAL_STACKS}
-"""All 12 blocks once: they are alike, and what a stack does to one of real size is seen on fewer."""
+REAL_MODELS = {name: PRESETS["gpt2-small"] if name == "all-blocks" else SHALLOW for name in REAL_STACKS}
+"""All 12 blocks once, of every case: they are alike, and what a stack does to one of real size is seen on fewer."""
 REAL_STEPS, REAL_SEQ_LEN = 2, 5
 """The second step finds the moments allocated; that all later ones are like it is told of the tiny models."""
 TINY_MODELS = {

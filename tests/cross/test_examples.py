@@ -1,5 +1,6 @@
 """The examples run as they stand, and every public name has one."""
 
+import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import hybridtrain
+from hybridtrain.cli.main import main
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.models.model_spec import ModelSpec
 from hybridtrain.optim import AdamWConfig
@@ -28,7 +30,7 @@ SAYS = {
 
 
 def test_every_script_is_run_here() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SAYS)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, "finetune"}
 
 
 @pytest.mark.parametrize("name", SAYS)
@@ -38,6 +40,26 @@ def test_an_example_says_what_it_promises(
     monkeypatch.setattr(fitting, "LEVELS", fitting.LEVELS[:1])  # the search itself is tested elsewhere
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert SAYS[name] in capsys.readouterr().out
+
+
+def test_the_script_that_the_readme_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The README's answer is this one, but for what other versions of transformers take."""
+    pytest.importorskip("transformers")
+    told = (EXAMPLES.parent / "README.md").read_text().partition("examples/finetune.py")[2]
+    monkeypatch.chdir(tmp_path)
+    assert main(["dummy-weights", "models/llama-3.2-1b"]) == 0
+    command = ["virtual", "--card", "rtx-4060-ti-16gb", "--steps", "2", "--", str(EXAMPLES / "finetune.py")]
+    assert main([*command, "--batch-size", "4"]) == 1
+    now = capsys.readouterr().out
+    for pattern in (
+        r"runs out of memory on (.*), at step 2, forward",
+        r"\n *request +([\d.]+) GiB",
+        r" weight ([\d.]+) GiB",
+    ):
+        (before,), (after,) = re.findall(pattern, told), re.findall(pattern, now)
+        assert before == after or float(before) == pytest.approx(float(after), rel=0.02)
 
 
 def test_the_adapter_example_trains_and_goes_on_from_what_it_left(

@@ -69,6 +69,19 @@ def test_figures_in_pages_come_from_records() -> None:
     assert found == set()
 
 
+def test_tables_of_results_are_narrow_enough_for_their_page() -> None:
+    lines = [
+        (path.name, line)
+        for path in sorted((ROOT / "results" / "tables").glob("*.md"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ")
+    ]
+    assert len(lines) > 1000
+    rows = [(name, [cell.strip() for cell in line.strip("|").split(" | ")]) for name, line in lines]
+    assert {name for name, cells in rows if len(cells) > 7} == set()
+    assert {(name, cell) for name, cells in rows for cell in cells if len(cell) > 120} == set()
+
+
 def test_the_time_models_error_is_that_of_its_table() -> None:
     lines = (ROOT / "results" / "time-model.md").read_text().splitlines()
     card_out, _ = (line.split("|")[4] for line in lines if line.startswith("| **all**"))

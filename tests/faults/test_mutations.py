@@ -109,8 +109,7 @@ def test_bombs_are_refused_with_a_sentence(tmp_path: Path) -> None:
 
 def test_a_template_that_ends_its_process_executes_nothing(tmp_path: Path) -> None:
     watch, found = mutations._Watch(), {parser.file: parser for parser in parsers(tmp_path)}
-    for content, outcome in ((b"{{ 'a' * 4000000000 }}", "refused"), (b"{{ 7 ** (9 ** 9) }}", "refused")):
-        assert mutations.attempt(found["chat.jinja"], content, tmp_path, watch) == (outcome, "")
+    assert mutations.attempt(found["chat.jinja"], b"{{ 'a' * 4000000000 }}", tmp_path, watch) == ("refused", "")
     sound = found["chat.jinja"].sample  # by a new process
     assert mutations.attempt(found["chat.jinja"], sound, tmp_path, watch) == ("read", "")
 

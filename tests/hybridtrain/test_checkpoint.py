@@ -186,16 +186,16 @@ def test_an_interrupted_write_leaves_the_old_state(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": replace(MODEL, dropout=0.2)}, "model.dropout: 0.1 in the run that was saved, 0.2 now"),
-        ({"model": replace(GPT2_UNTIED, width=64)}, "model.tied: true in the run that was saved, false now"),
-        ({"config": replace(CONFIG, seed=6)}, "seed: 5 in the run that was saved, 6 now"),
+        ({"model": replace(MODEL, dropout=0.2)}, "model.dropout: 0.1 in the checkpoint, 0.2 in this run"),
+        ({"model": replace(GPT2_UNTIED, width=64)}, "model.tied: true in the checkpoint, false in this run"),
+        ({"config": replace(CONFIG, seed=6)}, "seed: 5 in the checkpoint, 6 in this run"),
         (
             {"config": replace(CONFIG, optimizer=AdamWConfig(lr=2e-2))},
-            "optimizer.lr: 0.01 in the run that was saved, 0.02 now",
+            "optimizer.lr: 0.01 in the checkpoint, 0.02 in this run",
         ),
         (
             {"config": replace(CONFIG, schedule=LrSchedule(total_steps=1000))},
-            "schedule.total_steps: 8 in the run that was saved, 1000 now",
+            "schedule.total_steps: 8 in the checkpoint, 1000 in this run",
         ),
     ],
     ids=["dropout", "model", "seed", "lr", "schedule"],
@@ -219,7 +219,7 @@ def test_a_missing_state_says_how_to_start(tmp_path: Path) -> None:
 
 def test_a_state_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "state.pt").write_bytes(b"PK")
-    with pytest.raises(ConfigError, match="finish this run with the version that began it") as caught:
+    with pytest.raises(ConfigError, match="finish the run with the earlier version,") as caught:
         load_checkpoint(new_trainer(), tmp_path / "checkpoints")
     assert str(tmp_path / "state.pt") in str(caught.value)
 
@@ -231,7 +231,7 @@ def test_a_state_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None:
 def test_a_manifest_that_is_none_is_refused(tmp_path: Path, manifest: bytes) -> None:
     path = saved(tmp_path)
     (path / "step-00000001" / "manifest.json").write_bytes(manifest)
-    with pytest.raises(ConfigError, match="step-00000001: damaged checkpoint") as caught:
+    with pytest.raises(ConfigError, match="step-00000001: the checkpoint is damaged") as caught:
         load_checkpoint(new_trainer(), path)
     assert caught.value.source == str(path)
 
@@ -245,10 +245,10 @@ def test_other_data_are_refused_by_name_and_a_renamed_corpus_is_not(tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         load_checkpoint(new_trainer(), path, data=data | {"data.digest": "bb", "data.name": "embedded"})
     assert [fault.partition(";")[0] for fault in caught.value.faults] == [
-        'data.digest: "aa" in the run that was saved, "bb" now',
-        'data.name: "text.txt" in the run that was saved, "embedded" now',
+        'data.digest: "aa" in the checkpoint, "bb" in this run',
+        'data.name: "text.txt" in the checkpoint, "embedded" in this run',
     ]
-    with pytest.raises(ConfigError, match=r"data.train_tokens: 100 in the run that was saved, absent now"):
+    with pytest.raises(ConfigError, match=r"data.train_tokens: 100 in the checkpoint, absent in this run"):
         load_checkpoint(new_trainer(), path)
 
 
@@ -311,7 +311,7 @@ def test_the_state_before_is_used_where_the_newest_is_damaged(tmp_path: Path, da
     trainer = new_trainer()
     load_checkpoint(trainer, path, say=said.append)
     assert_same_state(trainer, trained(1))
-    assert said[0].startswith(f"{newest}: damaged checkpoint (")
+    assert said[0].startswith(f"{newest}: the checkpoint is damaged (")
     assert said[1] == "resuming from step-00000001, the newest intact checkpoint"
     trainer.step(steps_for(trainer)[1])
     save_checkpoint(trainer, path)
@@ -389,7 +389,7 @@ def test_a_state_that_is_no_number_does_not_replace_a_good_one(tmp_path: Path, c
             saver.save(trainer)
             saver.finish()
 
-        with pytest.raises(DivergenceError, match=r"step 2: block.0.\S* holds a value that is no finite number"):
+        with pytest.raises(DivergenceError, match=r"step 2: block.0.\S* holds NaN or infinity; all saved values"):
             save()
     assert contents(path) == content
 
@@ -402,7 +402,7 @@ def test_a_full_disk_is_told_before_the_first_step_before_and_while_writing(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(DiskSpaceError, match="what was saved before is as it was"):
+        with pytest.raises(DiskSpaceError, match="earlier checkpoints are unchanged"):
             saved(path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -540,7 +540,7 @@ def test_a_state_goes_on_under_another_stack(tmp_path: Path, name: str) -> None:
     other, said = Trainer(MODEL, compose(stack), CONFIG, transfer), list[str]()
     load_checkpoint(other, tmp_path / "a", say=said.append)
     told = [line for line in said if line.startswith("converted: ")]
-    assert all("every value held exactly" in line for line in told) is is_exact, told
+    assert all("all values exact" in line for line in told) is is_exact, told
     assert [line for line in said if line.startswith("changed: plan.")] or name == "int8-weights"
     before = {name: value.clone() for name, value in exact(saved_run).items()}
     for key, value in exact(other).items():

@@ -78,7 +78,7 @@ def test_what_no_scale_helps_is_a_divergence_and_nothing_is_applied() -> None:
     with torch.no_grad():
         trainer.model.head.weight[0, 0] = torch.inf
     before = trainer.model.embedding.token.detach().clone()
-    with pytest.raises(DivergenceError, match="The step was not applied"):
+    with pytest.raises(DivergenceError, match="The update was not applied"):
         trainer.step(batches)
     assert torch.equal(before, trainer.model.embedding.token)
 

@@ -475,8 +475,8 @@ def test_a_state_saved_in_any_phase_is_resumed_to_the_bit(name: str, tmp_path: P
         assert_all_bitwise(rest.state, whole.state, "state ")
 
 
-NOT_BACK = ", and they would not come back to the bit; allowed in "
-GRID = "int8 codes without a master and with the same scales, whose grid no other storage returns to. Set master ="
+NOT_BACK = ", which is not exact; allowed in "
+GRID = "int8 codes without a master and with equal scales. Set master ="
 VALUES = "float32 values. Set master = 'float32' (or 'split16' with bfloat16 weights) where only predict is meant"
 CODES = "int8_blocks"
 REFUSED: list[tuple[str, list[Optimization]]] = [
@@ -501,11 +501,11 @@ REFUSED: list[tuple[str, list[Optimization]]] = [
         [Int8Weights(master="absent"), Wish(Claim("compute_dtype", Codec.BFLOAT16, CORRECT))],
     ),
     (
-        "grad_accum_steps: 2 in predict, 1 in full; it must be the same there: let",
+        "grad_accum_steps: 2 in predict, 1 in full; it must be equal: let",
         [Wish(Claim("grad_accum_steps", 2, PREDICT))],
     ),
     (
-        "optim_state: float32 on host in warmup, float32 on device in full; it must be the same there: let",
+        "optim_state: float32 on host in warmup, float32 on device in full; it must be equal: let",
         [Wish(Claim("optim_state.placement", Placement.HOST, WARMUP))],
     ),
     (

@@ -95,7 +95,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(one_in=2)
+@pytest.mark.sample(one_in=3)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_one_process(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -131,9 +131,11 @@ def test_one_micro_batch_a_rank_equals_plain_accumulation(tmp_path: Path) -> Non
     assert on_ranks(4, lambda group: run(case, group, tmp_path)) == [alone] * 4
 
 
-@pytest.mark.sample(one_in=2)
-@pytest.mark.parametrize("copies_to_host", [True, False])
-@pytest.mark.parametrize("stack", ["zero2-int8-states", "zero3-split16"])
+@pytest.mark.sample(one_in=4)
+@pytest.mark.parametrize(
+    ("stack", "copies_to_host"),
+    [("zero2-int8-states", True), ("zero3-split16", False), ("zero2-int8-states", False), ("zero3-split16", True)],
+)
 def test_a_state_that_ranks_saved_is_the_one_that_one_process_saves(
     stack: str, tmp_path: Path, *, copies_to_host: bool
 ) -> None:
@@ -145,7 +147,7 @@ def test_a_state_that_ranks_saved_is_the_one_that_one_process_saves(
 
     def save(group: Group, folder: Path) -> None:
         trainer = new_trainer(case, group)
-        train(trainer, slice(3))
+        train(trainer, slice(2))
         saver = CheckpointSaver(folder, copies_to_host=copies_to_host, clock=lambda: 0.0)
         saver.save(trainer)
         saver.finish()
@@ -153,14 +155,14 @@ def test_a_state_that_ranks_saved_is_the_one_that_one_process_saves(
     def go_on(group: Group) -> tuple[list[tuple[float, float | None]], dict[str, str]]:
         trainer = new_trainer(case, group)
         load_checkpoint(trainer, tmp_path / "ranks")
-        return train(trainer, slice(3, None)), weights_of(trainer)
+        return train(trainer, slice(2, None)), weights_of(trainer)
 
     on_ranks(2, lambda group: save(group, tmp_path / "ranks"))
     save(DirectGroup(2), tmp_path / "alone")
     assert contents(tmp_path / "ranks") == contents(tmp_path / "alone")
     assert on_ranks(4, go_on) == [go_on(DirectGroup(4))] * 4
     told, weights = run(case, DirectGroup(2), tmp_path)
-    assert go_on(DirectGroup(2)) == (told[3:], weights)
+    assert go_on(DirectGroup(2)) == (told[2:], weights)
 
 
 @pytest.mark.parametrize("name", ["data-parallel", "zero1-split16-away", "zero2", "zero3", "zero3-int8-weights"])
@@ -184,7 +186,7 @@ def test_what_ranks_have_cut_is_not_exported_by_one_of_them(tmp_path: Path) -> N
     trainer = Trainer(
         MODELS["llama"], compose(CASES["zero1"].plan), TrainerConfig(), VirtualTransfer(), group=VirtualGroup(1, 2)
     )
-    with pytest.raises(ConfigError, match="each holds its range alone"):
+    with pytest.raises(ConfigError, match="weights are sharded over ranks;"):
         export_folder(trainer, tmp_path / "out", dtype=torch.float32)
     assert list(tmp_path.iterdir()) == []
 
@@ -193,8 +195,8 @@ REFUSED: dict[str, tuple[int, tuple[Optimization, ...], Optimizer, str]] = {
     "ranks": (3, (), AdamWConfig(), "grad_accum_steps: 4 micro-batches of a step must be a multiple"),
     "muon": (2, (Zero(),), Muon(), "'muon' works on whole matrices"),
     "adafactor": (2, (Zero(stage=1),), Adafactor(), "'adafactor' works on whole matrices"),
-    "history": (2, (PredictorState(),), AdamWConfig(), "what remembers the trajectory of weights works on one rank"),
-    "phases": (2, (MixedPrecision(), PredictMemory()), AdamWConfig(), "stored otherwise in predict than in full"),
+    "history": (2, (PredictorState(),), AdamWConfig(), "predictor_state works on one rank"),
+    "phases": (2, (MixedPrecision(), PredictMemory()), AdamWConfig(), "stored differently in predict than in full"),
 }
 
 
@@ -211,12 +213,12 @@ def test_what_ranks_cannot_do_is_refused_with_its_reason(name: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "reason"),
     [
-        ((Zero(stage=1), OptimizerOffload(update_on="host")), "the processor updates whole parameters"),
+        ((Zero(stage=1), OptimizerOffload(update_on="host")), "the host need whole parameters"),
         ((Zero(stage=3),), "add weight_streaming"),
-        ((Zero(), Int8Weights(dynamic_range=DynamicRange.TENSOR)), "shares no range with the others"),
-        ((Zero(stage=3), WeightStreaming(), Lora()), "lora freezes them"),
-        ((Zero(stage=3, prefetch=2), WeightStreaming()), "zero_prefetch: 2 blocks are gathered ahead"),
-        ((Zero(stage=3, prefetch=1), WeightStreaming(tier="disk")), "a file is awaited before it is gathered"),
+        ((Zero(), Int8Weights(dynamic_range=DynamicRange.TENSOR)), "cannot share one range;"),
+        ((Zero(stage=3), WeightStreaming(), Lora()), "lora freezes;"),
+        ((Zero(stage=3, prefetch=2), WeightStreaming()), "zero_prefetch: 2 needs zero's"),
+        ((Zero(stage=3, prefetch=1), WeightStreaming(tier="disk")), "weights on disk cannot be gathered ahead;"),
     ],
 )
 def test_a_plan_that_cannot_be_cut_is_refused(stack: tuple[Optimization, ...], reason: str) -> None:

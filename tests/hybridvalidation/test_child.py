@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from child_work import Numbers
-from hybridvalidation.child import Child, Ended, run_side_by_side
+from hybridvalidation.child import Child, ChildResult, run_side_by_side
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PATIENCE_S = 60.0
@@ -44,19 +44,19 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def doubled() -> Iterator[Ended[Numbers]]:
+def doubled() -> Iterator[ChildResult[Numbers]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(SUPPORT))
         yield start("double").wait()
 
 
-def test_an_answer_comes_back_whole(doubled: Ended[Numbers]) -> None:
+def test_an_answer_comes_back_whole(doubled: ChildResult[Numbers]) -> None:
     assert doubled.answer == Numbers(values=(2.0, 5.0), name="1")
     assert doubled.fault == ""
     assert doubled.seconds > 0
 
 
-def test_what_it_wrote_and_held_is_known(doubled: Ended[Numbers]) -> None:
+def test_what_it_wrote_and_held_is_known(doubled: ChildResult[Numbers]) -> None:
     assert "doubling\n" in doubled.log
     assert JOB.name in doubled.log
     assert 2**20 < doubled.peak_rss_bytes < 2**40

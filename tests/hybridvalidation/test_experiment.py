@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.errors import HybridTrainError
-from hybridvalidation.child import Ended
+from hybridvalidation.child import ChildResult
 from hybridvalidation.experiment import Experiment, answer_of, begin_header, in_children
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
@@ -33,10 +33,10 @@ class Children:
         children = self
 
         class _Child:
-            def poll(self) -> Ended[int]:
+            def poll(self) -> ChildResult[int]:
                 children.working -= 1
                 failed = case == children.fault_of
-                return Ended(
+                return ChildResult(
                     answer=None if failed else case * case, fault="it crashed" if failed else "", seconds=1.0,
                     peak_rss_bytes=0, log="",
                 )  # fmt: skip
@@ -47,7 +47,7 @@ class Children:
         return _Child()
 
 
-def record_of(case: int, ended: Ended[int] | None = None) -> Square:
+def record_of(case: int, ended: ChildResult[int] | None = None) -> Square:
     value = case * case if ended is None else answer_of(ended, case, "squares")
     return Square(key=str(case), value=value, **begin_header()())
 
@@ -118,7 +118,7 @@ def test_cases_that_a_runner_has_no_time_for_are_left(tmp_path: Path) -> None:
 
 def test_a_crash_ends_the_experiment_and_keeps_what_ended(tmp_path: Path) -> None:
     children = Children(fault_of=2)
-    with pytest.raises(HybridTrainError, match="squares: 2 has no record: it crashed; finished runs are kept"):
+    with pytest.raises(HybridTrainError, match="squares: 2 failed: it crashed; finished runs are kept"):
         run(squares(in_children(children.start, record_of, 1)), [1, 2, 3], tmp_path)
     assert [record.value for record in read_lines(tmp_path / "squares.jsonl", Square)] == [1]
     assert children.working == 0

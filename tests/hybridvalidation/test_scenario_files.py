@@ -207,7 +207,7 @@ def test_a_stack_takes_another_number_of_micro_batches_or_says_why_not(name: str
     own = stack.plan().for_phase(Phase.FULL)
     is_fused = own.grad.placement is Placement.DROPPED and own.schedule is Schedule.HORIZONTAL
     if is_fused and steps > 1:
-        with pytest.raises(PlanConflictError, match=r"^grad\.placement: fused_update with 4 accumulated micro-batches"):
+        with pytest.raises(PlanConflictError, match=r"^grad\.placement: fused_update with 4 micro-batches"):
             stack.plan(steps)
         return
     plan = stack.plan(steps)
@@ -315,7 +315,7 @@ def test_a_target_needs_the_bounds_of_its_direction(files: ScenarioFiles, direct
     [
         ("max", "value = 4.0\nlow = 3.0", "give both"),
         ("max", "value = 4.0\nlow = 5.0\nhigh = 4.0", "low below high"),
-        ("min", "value = 4.0\nlow = 5.0\nhigh = 6.0", "value 4 must lie within the range"),
+        ("min", "value = 4.0\nlow = 5.0\nhigh = 6.0", "value 4 must be within its stated range"),
         ("equal", "value = 4.0\nlow = 3.0\nhigh = 6.0", "an equality has no range"),
     ],
 )
@@ -354,7 +354,7 @@ def test_a_scenario_may_train_nothing(files: ScenarioFiles) -> None:
 def test_a_list_of_stacks_to_train_needs_an_experiment(files: ScenarioFiles) -> None:
     without_accuracy(files)
     change(files, "\nmodel", '\naccuracy_stacks = ["lean"]\nmodel')
-    assert faults_of(files) == ("$: accuracy_stacks: there is no table [accuracy]; add one or drop the list",)
+    assert faults_of(files) == ("$: accuracy_stacks: there is no table [accuracy]; add one, or remove the list",)
 
 
 def test_only_the_stacks_of_the_list_are_trained(files: ScenarioFiles) -> None:

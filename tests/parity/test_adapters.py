@@ -191,7 +191,7 @@ def test_what_cannot_be_is_said_in_one_sentence() -> None:
     assert "did you mean 'query'" in refused(LLAMA_GROUPED, [Lora(targets=("querry",))])
     with pytest.raises(ValueError, match="nf4 weights cannot be trained; add an optimization of kind 'lora'"):
         compose([Nf4Weights()])
-    with pytest.raises(ValueError, match="frozen weights stay as they are"):
+    with pytest.raises(ValueError, match="frozen weights are not converted:"):
         compose([LORA, MixedPrecision(), PredictMemory(), Int8Weights(active_phases=(Phase.PREDICT,))])
     compose([LORA, MixedPrecision(), PredictMemory(), Int8Weights()])
 

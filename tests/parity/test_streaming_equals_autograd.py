@@ -35,6 +35,7 @@ def test_every_step_that_the_others_compare_with_is_clipped() -> None:
             assert all(norm > CONFIG.optimizer.max_grad_norm for norm in norms)
 
 
+@pytest.mark.sample(one_in=4)
 @pytest.mark.parametrize("offload_grads", [False, True])
 @pytest.mark.parametrize("visit_micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("model", MODELS)

@@ -17,7 +17,7 @@ from stacks import ACCUM_STEPS, BASE, GPT2, LLAMA, PLACES, STORAGE
 from training_history import assert_all_bitwise, assert_same_training, resident_history, trained_history
 
 
-@pytest.mark.sample(one_in=6)
+@pytest.mark.sample(one_in=12)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("storage", STORAGE)
 def test_a_place_below_the_device_changes_no_bit(storage: str, place: str, tmp_path: Path) -> None:

@@ -31,8 +31,11 @@ from ranks import on_ranks
 from tiny_models import FAMILIES as FAMILIES_BESIDE_GPT2
 
 CPU = torch.device("cpu")
-NATS, NORM = 1e-6, 1e-5
-"""Loss in nats and norm relative to itself: float32 sums in another order."""
+NATS, NORM = 2e-6, 1e-5
+"""Loss in nats and norm relative to itself: float32 sums in another order.
+
+Losses of 4 to 8 nats lie 4.8e-7 apart in float32: four of those, of which one processor needs two and another three.
+"""
 
 
 def _balanced(config: ModelConfig) -> ModelConfig:
@@ -50,6 +53,7 @@ STACKS: dict[str, list[Optimization]] = {
 PACKINGS = {"all": ("none", "documents"), "lora": ("none",), "dora": ("documents",)}
 CASES = [(name, stack, packing) for name in MODELS for stack in STACKS for packing in PACKINGS[stack]]
 RANK_CASES = [case for case in CASES if case[1:] in {("all", "documents"), ("lora", "none")}]
+"""Two of each family, one of which is enough where ranks have no experts to balance."""
 Case = tuple[str, str, str]
 
 
@@ -135,9 +139,15 @@ def test_all_linear_is_that_of_peft_but_for_experts(name: str, folder: Path, tmp
     assert others == (["router", "experts_gate", "experts_up", "experts_out"] if trainer.model.config.experts else [])
 
 
-def test_every_step_of_two_ranks_is_that_of_transformers(folder: Path) -> None:
+def test_every_step_of_two_ranks_is_that_of_transformers(folder: Path, pytestconfig: pytest.Config) -> None:
+    every_case = pytestconfig.getoption("every_case")
+    cases = [
+        case for number, case in enumerate(RANK_CASES)
+        if every_case or MODELS[case[0]].experts is not None or number % 4 in {0, 3}
+    ]  # fmt: skip
+
     def work(group: Group) -> dict[Case, Told]:
-        return {case: train(ours(folder, case, group), case) for case in RANK_CASES}
+        return {case: train(ours(folder, case, group), case) for case in cases}
 
     for found in on_ranks(2, work):
         apart = {case: differences(told, theirs(folder, case)) for case, told in found.items()}

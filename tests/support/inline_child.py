@@ -9,8 +9,7 @@ from typing import Any, get_type_hints
 
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import to_json
-from hybridvalidation.child import Ended
-from hybridvalidation.study.protocol import UNIONS
+from hybridvalidation.child import _UNIONS, ChildResult
 
 
 class InlineChild:
@@ -20,14 +19,14 @@ class InlineChild:
         module, _, name = work.partition(":")
         function = getattr(import_module(module), name)
         job_class = next(iter(get_type_hints(function).values()))
-        found = function(decode(job_class, json.loads(to_json(job)), source=work, unions=UNIONS))
+        found = function(decode(job_class, json.loads(to_json(job)), source=work, unions=_UNIONS))
         read = decode(answer, json.loads(to_json(found)), source=work)
-        self._ended: Ended[Any] = Ended(answer=read, fault="", seconds=0.1, peak_rss_bytes=0, log="")
+        self._ended: ChildResult[Any] = ChildResult(answer=read, fault="", seconds=0.1, peak_rss_bytes=0, log="")
 
-    def poll(self) -> Ended[Any]:
+    def poll(self) -> ChildResult[Any]:
         return self._ended
 
-    def wait(self) -> Ended[Any]:
+    def wait(self) -> ChildResult[Any]:
         return self._ended
 
     def stop(self) -> None:

@@ -19,7 +19,7 @@ from ranks import CPU
 from stacks import GPT2, LLAMA
 from tiny_models import random_steps
 
-NUM_STEPS, MICRO_BATCHES = 5, 4
+NUM_STEPS, MICRO_BATCHES = 3, 4
 VERTICAL = GradAccumulation(grad_accum_steps=MICRO_BATCHES, schedule="vertical")
 MODELS = {"gpt2": replace(GPT2, num_blocks=2), "llama": replace(LLAMA, num_blocks=2)}
 """GPT-2 with dropout and tied weights; matrices of both have 8-bit moments."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hybridkernels.adamw_int8.dynamic_map import QUANT_GROUP_SIZE, dequantize, quantize
 from hybridkernels.state_encoding import GRAD_NORM_STEPS, LOSS_STEPS, NUM_MOMENT_STATISTICS, NUM_PHASES, NUM_SCALARS
-from hybridkernels.state_encoding.moments import Coded, Moments, Stored
+from hybridkernels.state_encoding.moments import MomentCodes, Moments, Stored
 
 KINDS = ("fp32", "bf16", "codes")
 
@@ -18,7 +18,7 @@ def stored_as(kind: str, values: Tensor, *, signed: bool = True, padded: bool = 
     whole = torch.zeros(groups * QUANT_GROUP_SIZE)
     whole[: values.numel()] = values.flatten()
     codes, scale = quantize(whole.view(groups, QUANT_GROUP_SIZE), signed=signed)
-    return Coded(codes.flatten() if padded else codes.flatten()[: values.numel()].clone(), scale)
+    return MomentCodes(codes.flatten() if padded else codes.flatten()[: values.numel()].clone(), scale)
 
 
 def random_moments(numel: int, m: str = "fp32", v: str = "fp32", slow: str | None = None) -> Moments:

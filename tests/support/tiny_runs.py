@@ -14,6 +14,7 @@ from hybridvalidation.records.stack_run import AccuracyFigures, MeasuredFigures,
 from hybridvalidation.scenario import AccuracySpec, CardSpec, Scenario
 from tiny_models import GPT2_UNTIED
 
+ENVIRONMENT = read_environment()
 PROXY = replace(GPT2_UNTIED, vocab_size=256, max_seq_len=16, num_blocks=1, width=32, num_heads=2, num_kv_heads=2)
 SCENARIO = Scenario(
     name="mine", description="A tiny model", model=ModelSpec(shape=GPT2_UNTIED), card=CardSpec(name="rtx-3090"),
@@ -54,7 +55,7 @@ MEASURED = MeasuredFigures(
 def record(key: str = "k", **changes: Any) -> StackRun:
     plain = StackRun(
         key=key, kind="dry_run", scenario="mine", stack="vanilla", evidence=Evidence.PLANNED, outcome=Outcome.OK,
-        started_at="2026-01-01T00:00:00+00:00", duration_s=1.5, environment=read_environment(),
+        started_at="2026-01-01T00:00:00+00:00", duration_s=1.5, environment=ENVIRONMENT,
         asked={}, plan={"weight.codec": "float32"},
     )  # fmt: skip
     return replace(plain, **changes)

@@ -1,9 +1,8 @@
 """Work in a child process: the job goes in as JSON, the answer comes back as JSON.
 
-``main`` is the other side. It reads a job as one line of JSON from its standard input; its class is the annotation
-of the function's one argument. It writes the result to a file that the parent opened. Standard input
-stays open as long as the parent lives: when it ends, however the parent ended, the child does too. Answer and output
-go to files without a name, so that nothing is left behind either.
+``main`` runs in the child. It reads the job as one line of JSON from standard input; its class is the annotation of the
+function's argument. It writes the result to a file that the parent opened. The child ends when standard input closes,
+that is when the parent ends. Answer and output go to unnamed files.
 """
 
 import inspect
@@ -32,25 +31,25 @@ T = TypeVar("T")
 J = TypeVar("J")
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Small models gain nothing from a second thread, and two runs on two cores do."""
+"""One thread per child: small models gain nothing from a second thread, parallel runs do."""
 _POLL_S = 0.02
 _UNIONS: Final[Unions] = {Optimization: OPTIMIZATIONS}
 _START = "from hybridvalidation.child import main; main()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended(Generic[T]):
-    """Exit of a child."""
+class ChildResult(Generic[T]):
+    """Result of a finished child process."""
 
     answer: T | None
-    """None where it crashed, was stopped, or ran out of time."""
+    """The answer; None if it crashed, was stopped, or timed out."""
     fault: str
-    """Why there is no answer, in one line without folders; empty where there is one."""
+    """Reason for a missing answer, in one line without paths; empty with an answer."""
     seconds: float
     peak_rss_bytes: int
-    """Largest resident set."""
+    """Peak resident memory."""
     log: str
-    """Its standard output and error."""
+    """Standard output and error of the child."""
 
 
 class Child(Generic[T]):
@@ -58,10 +57,9 @@ class Child(Generic[T]):
 
     Args:
         work: ``module:function``; the function takes the job, a dataclass, and returns an ``answer`` dataclass.
-        job: What it is given.
-        answer: Class of what it returns.
-        limit_s: Stop it after so long; None: never.
-        environment: Variables beside this process' own.
+        job: The job. answer: Class of the answer.
+        limit_s: Time limit in seconds; None: none.
+        environment: Environment variables added to this process's.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Child(Generic[T]):
         self._answer, self._limit_s = answer, limit_s
         self._log, self._out = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115  closed at the end
         self._begin_s = time.monotonic()
-        self._ended: Ended[T] | None = None
+        self._ended: ChildResult[T] | None = None
         self._peak_rss_bytes = 0
         self._process = subprocess.Popen(  # noqa: S603  our own module
             [sys.executable, "-P", "-c", _START, work, str(self._out.fileno())],
@@ -84,8 +82,8 @@ class Child(Generic[T]):
             self._input.write(to_json(job).encode() + b"\n")
             self._input.flush()  # and not closed before the end: see the module
 
-    def poll(self) -> Ended[T] | None:
-        """Return the child's exit, None while it runs."""
+    def poll(self) -> ChildResult[T] | None:
+        """Return the child's result, None while it runs."""
         if self._ended is None:
             code = self._reap(os.WNOHANG)
             if code is not None:
@@ -94,8 +92,8 @@ class Child(Generic[T]):
                 self.stop(f"stopped after {format_seconds(self._limit_s)}, its time limit")
         return self._ended
 
-    def wait(self) -> Ended[T]:
-        """Wait for the child; return its exit."""
+    def wait(self) -> ChildResult[T]:
+        """Wait for the child; return its result."""
         while (ended := self.poll()) is None:
             time.sleep(_POLL_S)
         return ended
@@ -122,7 +120,7 @@ class Child(Generic[T]):
         if not fault:
             self._out.seek(0)
             answer = decode(self._answer, json.loads(self._out.read()), source="worker", unions=_UNIONS)
-        self._ended = Ended(
+        self._ended = ChildResult(
             answer=answer, fault=fault, seconds=time.monotonic() - self._begin_s,
             peak_rss_bytes=self._peak_rss_bytes, log=self._text(),
         )  # fmt: skip
@@ -135,8 +133,10 @@ class Child(Generic[T]):
         return self._log.read().decode(errors="replace")
 
 
-def run_side_by_side(jobs: Sequence[J], start: Callable[[J], Child[T]], width: int) -> Iterator[tuple[J, Ended[T]]]:
-    """Yield each job with its exit, ``width`` children at a time; leaving early stops running ones."""
+def run_side_by_side(
+    jobs: Sequence[J], start: Callable[[J], Child[T]], width: int
+) -> Iterator[tuple[J, ChildResult[T]]]:
+    """Yield each job with its result, ``width`` children at a time; leaving early stops running ones."""
     waiting, working = list(jobs), list[tuple[J, Child[T]]]()
     try:
         while waiting or working:
@@ -160,7 +160,7 @@ def _last_line(text: str) -> str:
 
 
 def main() -> None:
-    """Run the parent's job: the child's side."""
+    """Run the parent's job, in the child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; what it means is the parent's
     work, out = sys.argv[1], int(sys.argv[2])
     line = sys.stdin.buffer.readline()

@@ -1,4 +1,4 @@
-"""What the harness hands to the command by its entry point: verbs, names of files, quality of numbers (EXTENSION)."""
+"""The harness's extension of the command: verbs, names of files, notes on quality (EXTENSION)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from hybridtrain.cli.shared import (
     limit_bytes,
     names_of,
 )
-from hybridtrain.extension import Extension, ScenarioRequest
+from hybridtrain.extension import Extension, QualityNote, ScenarioRequest
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.units import GB, GIB
 
@@ -47,19 +47,20 @@ def gate(
     *names: ScenarioName, accept: Flag = False, reason: str = "", jobs: Count | None = None,
     markdown: Path | None = None, common: Recorded = RECORDED,
 ) -> Answer:  # fmt: skip
-    """Repeat all plans, or builds of kernels, and compare them with the accepted ones, byte by byte.
+    """Plan scenarios (or compile kernels) again, and compare with the accepted results byte by byte.
 
     Exit codes: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured.
 
     Example: hybridtrain gate 1b-16gb
 
     Args:
-        names: Scenarios (default: all), or: recorded and peers (other trainers, if installed; one file: recorded/peft),
-            kernels (Triton kernels compiled for every card; one card: kernels/sm_89).
+        names: Scenarios (default: all, and atlas: a few of its cells), or: recorded and peers (other trainers, if
+            installed; one file: recorded/peft), kernels (Triton kernels compiled for every card; one card:
+            kernels/sm_89).
         accept: Accept today's figures: a new record replaces the previous one.
-        reason: Why accepted figures may change; --accept needs it where one is replaced. New records keep it.
-        jobs: Processes at a time; default: one for each core.
-        markdown: Write what was found for a pull request; GitHub's step summary and annotations come by themselves.
+        reason: Reason for changed figures, stored in the new records; --accept requires it to replace figures.
+        jobs: Parallel processes; default: one per core.
+        markdown: File for a Markdown report for a pull request; GitHub's step summary and annotations are automatic.
     """
     from hybridvalidation.gate.command import gate_all
     from hybridvalidation.gate.gate import Order, write_markdown
@@ -78,18 +79,19 @@ def bench(
 ) -> Answer:  # fmt: skip
     """Time the kernels against other implementations.
 
-    On this machine's CUDA card or, at small shapes, its processor. Exit codes: 0 well, 1 one of ours is wrong or
-    failed, 4 slower than the baseline, 6 no baseline.
+    On this machine's CUDA card or, at small shapes, its CPU. Exit codes: 0 ok, 1 one of our kernels is wrong or failed,
+    4 slower than the baseline, 6 no baseline.
 
     Example: hybridtrain bench kernels --only swiglu,rotary --check
 
     Args:
-        what: kernels: timed; attention: what the flash kernel saves by length, planned (takes no other option).
-        only: Ops with commas between them; default: all.
-        modes: Of forward, backward, both, with commas between them; default: all.
+        what: kernels: time the kernels; attention: plan what the flash kernel saves by sequence length (without other
+        options).
+        only: Comma-separated ops; default: all.
+        modes: Comma-separated modes: forward, backward, both; default: all.
         quick: One shape of each op, fewer samples.
-        minutes: Start no case that would end later.
-        recorded: Run nothing, take the newest record of each case.
+        minutes: Time limit; cases that would exceed it are not started.
+        recorded: Run nothing; use the newest record of each case.
         check: Compare with the baseline of the same card.
         accept: Record the times as the card's new baseline.
         choose: Rewrite hybridkernels/choices.toml from the records.
@@ -130,16 +132,16 @@ def _bench_attention(common: Recorded) -> Answer:
 def report(
     *scenarios: ScenarioName, html: Path | None = None, check: Flag = False, common: Recorded = RECORDED
 ) -> Answer:
-    """Rebuild tables, plots and the figures in a checkout's pages from committed records, nothing is run.
+    """Rebuild tables, plots and the figures in a checkout's pages from committed records; nothing is run.
 
-    Exit code 1 when --check finds a text that is not what the records say.
+    Exit code 1 if --check finds an outdated page.
 
     Example: hybridtrain report 1b-16gb
 
     Args:
         scenarios: Default: every scenario that has records.
-        check: Instead write nothing, and name every table and page that would change.
-        html: Instead write everything as pages for a browser into this folder; they need no network and no server.
+        check: Write nothing; list the tables and pages that would change.
+        html: Write an HTML site into this folder instead; it needs no network and no server.
     """
     from hybridtrain.errors import ConfigError
     from hybridvalidation.guide.figures import Figures, check_report, fill_pages
@@ -153,21 +155,19 @@ def report(
         raise ConfigError("report", [f"{common.records}: no such folder; {advice} (hybridtrain report --html FOLDER)"])
     if check:
         stale = check_report(files, common.results)
-        faults = [f"{name}: not what records and program say; run: hybridtrain report" for name in stale]
-        text = "\n".join(faults) or "every table and page says what records and program say"
+        faults = [f"{name}: outdated; run: hybridtrain report" for name in stale]
+        text = "\n".join(faults) or "all tables and pages are up to date"
         return Answer(text=text, content={"stale": stale}, code=1 if stale else 0)
     if html is not None:
         from hybridtrain.units import format_bytes
         from hybridvalidation.show.web.site import write_site
 
         if scenarios:
-            faults = [
-                f"--html writes every scenario; leave out {', '.join(scenarios)}, or write Markdown without --html"
-            ]
+            faults = [f"--html writes every scenario; remove {', '.join(scenarios)}, or write Markdown without --html"]
             raise ConfigError("report", faults)
         pages = write_site(files, common.evidence, html)
         size = sum(path.stat().st_size for path in pages)
-        told = f"{pages[0].as_posix()}: open it in a browser; {len(pages)} files, {format_bytes(size)}"
+        told = f"{pages[0].as_posix()}: open this page in a browser; {len(pages)} files, {format_bytes(size)}"
         return Answer(text=told, content={"files": names_of(pages), "bytes": size})
     written = rebuild(files, scenarios, common.results)
     if written and not scenarios:
@@ -180,20 +180,20 @@ def records(
     *names: ScenarioName, verify: Flag = False, planned: Flag = False, record: Flag = False, prune: Flag = False,
     jobs: Count | None = None, common: Recorded = RECORDED,
 ) -> Answer:  # fmt: skip
-    """Check planned records: plan again those that this program has not verified, and compare.
+    """Verify planned records: plan again those not yet verified by this program version, and compare.
 
-    Exit codes are those of gate: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured. What was executed or
-    measured stays evidence of the program that did it, and is told with that.
+    Exit codes are those of gate: 0 equal, 3 over budget, 4 regressed, 5 improved, 6 not measured. Executed and measured
+    records are not repeated; they are listed with the program that made them.
 
     Example: hybridtrain records 1b-16gb --verify
 
     Args:
-        names: As of gate.
-        verify: Plan all again, found again before or not.
-        planned: Tell of planned records alone.
-        record: Append to the records that this program found them again.
-        prune: Instead drop records that no table shows any more.
-        jobs: Processes at a time; default: one for each core.
+        names: As for gate.
+        verify: Plan all again, including verified ones.
+        planned: List planned records only.
+        record: Record the verification by this program version.
+        prune: Delete records that no table shows any more, instead.
+        jobs: Parallel processes; default: one per core.
     """
     from hybridvalidation.gate.command import gate_all
     from hybridvalidation.gate.gate import Order
@@ -202,7 +202,7 @@ def records(
     files = _files(common.scenarios)
     if prune:
         count = prune_records(files, names or files.scenario_names(), common.results)
-        return Answer(text=f"{count} records dropped that no table shows", content={"dropped": count})
+        return Answer(text=f"{count} records deleted that no table shows", content={"dropped": count})
     order = Order(
         names=names, processes=jobs, trusts_verified=not verify, keeps_verified=record, progress=not common.json
     )
@@ -216,16 +216,17 @@ def records(
 
 
 def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Recorded = RECORDED) -> Answer:
-    """Replay memory snapshots that a CUDA card wrote in the allocator model, and say where it differs.
+    """Replay memory snapshots of a CUDA card in the allocator model, and report differences.
 
-    Exit code 1 when an event or the end is not as recorded.
+    Exit code 1 if an event or the final state differs from the record.
 
     Example: hybridtrain snapshots memory_snapshot.pickle
 
     Args:
-        files: Of torch.cuda.memory._dump_snapshot; of a folder those that scenarios/snapshots/public.toml knows.
-        plans: Instead, scenarios with commas between them: by how much their plans' reserved bytes can move.
-        record: Append what was found to the records, and rebuild the table.
+        files: Pickles of torch.cuda.memory._dump_snapshot, or folders with files listed in
+        scenarios/snapshots/public.toml.
+        plans: Comma-separated scenarios: report how much reserved bytes of their plans can vary, instead.
+        record: Append the results to the records, and rebuild the table.
     """
     from hybridtrain.errors import ConfigError
     from hybridvalidation.experiments.snapshots import (
@@ -242,7 +243,7 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
     if plans:
         return _moves_of(scenarios, plans, common, record=record)
     if not files:
-        raise ConfigError("snapshots", ["FILES: missing; name snapshots, folders that hold listed ones, or --plans."])
+        raise ConfigError("snapshots", ["FILES is missing; give snapshots, folders with listed ones, or --plans."])
     found = replay_files(files, scenarios.folder)
     paths: list[Path] = []
     if record:
@@ -288,19 +289,19 @@ def validate(
     out: Path | None = None,
     common: Recorded = RECORDED,
 ) -> Answer:
-    """Run a scenario under all its stacks and judge its targets; what has a valid record is not run again.
+    """Run a scenario under all its stacks and judge its targets; runs with a valid record are not repeated.
 
-    Committed results do not change: new records, tables and plots go into a folder of their own. Exit code 1 when a
-    run failed.
+    Committed results do not change: new records, tables and plots go into a separate folder. Exit code 1 if a run
+    failed.
 
     Example: hybridtrain validate 1b-16gb
 
     Args:
         scenario: Name of a scenario, or a .toml file.
-        fresh: Repeat runs that have a record already.
+        fresh: Repeat runs that already have a record.
         record: Write new records, tables and plots into --results.
-        planned: Make dry runs alone, in seconds; proxies keep the records they have, of whatever program.
-        out: Or into this folder; default: runs/validate-SCENARIO.
+        planned: Make dry runs only, in seconds; proxies keep their existing records.
+        out: Output folder; default: runs/validate-SCENARIO.
     """
     from hybridtrain.config.encode import encode
     from hybridvalidation.judge.joint import judge_all, judge_jointly
@@ -348,9 +349,9 @@ def execute(
     world: Count = 1,
     common: Recorded = RECORDED,
 ) -> Answer:
-    """Train a few steps on the CPU, count what a card would hold, and compare with the dry run of the same steps.
+    """Train a few steps on the CPU, count would-be card memory, and compare with the dry run of these steps.
 
-    Exit code 1 when they differ.
+    Exit code 1 if they differ.
 
     Example: hybridtrain execute --model gpt2-small --stack tight --micro-batch 1 --seq 256 --steps 2
 
@@ -360,8 +361,8 @@ def execute(
         steps: Optimizer steps.
         accum: Micro-batches per step; default: the stack's.
         lr: Learning rate.
-        cycle: Run WARMUP, FULL, PREDICT, CORRECT in turn, a phase a step.
-        world: Ranks that train together, a process each.
+        cycle: Run WARMUP, FULL, PREDICT, CORRECT in turn, one phase per step.
+        world: Number of ranks, one process each.
     """
     from hybridtrain.config.encode import encode
     from hybridtrain.data.corpus import open_corpus
@@ -388,15 +389,15 @@ def execute(
 
 
 def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = RECORDED) -> Answer:
-    """Measure on this machine's CUDA card what is planned elsewhere, in minutes.
+    """Measure planned figures on this machine's CUDA card, within minutes.
 
-    Exit code 1 without a card or when a part failed.
+    Exit code 1 without a card, or if a part failed.
 
     Example: hybridtrain evidence --minutes 10 --only 1b-16,pairs
 
     Args:
-        minutes: Stop after so many; parts that do not fit any more are recorded as skipped.
-        only: Parts with commas between them: 7b-24, 1b-16, 7b-16, 13b-24, 50b-24, 50b-24-more, pairs, or one pair;
+        minutes: Time limit; parts that do not fit are recorded as skipped.
+        only: Comma-separated parts: 7b-24, 1b-16, 7b-16, 13b-24, 50b-24, 50b-24-more, pairs, or one pair;
             default: all.
     """
     from hybridtrain.config.encode import encode
@@ -416,18 +417,18 @@ def study(
     study: str, /, *, jobs: Count = 1, max_runs: Count | None = None, rung: str | None = None, forecasts: Flag = False,
     verify: Flag = False, common: Recorded = RECORDED,
 ) -> Answer:  # fmt: skip
-    """Compare ways to train, by final loss or by the cost to reach one, under a protocol fixed beforehand.
+    """Compare training methods by final loss, or by cost to reach a loss, under a preregistered protocol.
 
-    Runs that have no record yet are made.
+    Missing runs are made.
 
     Example: hybridtrain study tuned-0.1m --jobs 2 --max-runs 4
 
     Args:
-        study: Name of a study, of a ladder of quality, or a .toml file of a study.
-        jobs: Runs side by side.
-        max_runs: Stop after so many; the study can go on later.
-        rung: Of a ladder: make the runs of this model size alone, whether those before it are finished or not.
-        forecasts: Score the loss forecasters on the recorded losses.
+        study: Name of a study or a quality ladder, or a .toml file of a study.
+        jobs: Parallel runs.
+        max_runs: Most runs in this call; the study can be continued.
+        rung: Ladders only: make only the runs of this model size, even if smaller sizes are unfinished.
+        forecasts: Score the loss forecasters on recorded losses.
         verify: Ladders only: make no new runs. Repeat the first steps of one recorded run per configuration, and check
             that each stack still equals the configuration whose runs it shares. Exit code 1 on a difference.
     """
@@ -447,14 +448,14 @@ def study(
     elif rung is not None and rung not in (names := [size.name for size in found.rungs]):
         raise ConfigError(study, [f"--rung: {unknown_name('model size', rung, names)}"])
     if wrong := [name for name in given if given[name] and name not in own]:
-        raise ConfigError(study, [f"{wrong[0]}: only a {other} has it, and this is a {this}; leave it out."])
+        raise ConfigError(study, [f"{wrong[0]}: is for a {other} only, but this is a {this}; remove it."])
     check_targets(found, targets)  # now, not after the runs
     if verify and not isinstance(found, StudyFile):
         stacks = [files.stack(name) for name in files.stack_names()]
         replays, num_held, astray = verify_ladder(found, stacks, results, jobs=jobs, say=tell)
-        others = f"Stacks that compute something else than their configuration: {', '.join(astray) or 'none'}."
+        others = f"Stacks that differ from their configuration: {', '.join(astray) or 'none'}."
         return Answer(
-            text=f"{num_held} of {len(replays)} records are what this program computes. {others}",
+            text=f"{num_held} of {len(replays)} records are reproduced by this program. {others}",
             content={"replays": list(map(encode, replays)), "stacks_astray": astray},
             code=0 if num_held == len(replays) and not astray else 1,
         )
@@ -471,16 +472,16 @@ def study(
 def recorded(
     source: str | None = None, /, *, record: Flag = False, jobs: Count = 1, common: Recorded = RECORDED
 ) -> Answer:
-    """Plan what others measured on CUDA, and print recorded, planned and error.
+    """Plan runs that others measured on CUDA, and print measured value, planned value and error.
 
-    Plans that have a record are read; the others need the packages of their source.
+    Existing records are read; missing plans need the packages of their source.
 
     Example: hybridtrain recorded peft
 
     Args:
-        source: A file of scenarios/recorded/ by its name; default: all.
-        record: Append what is planned now to the records, and rebuild the table and the picture.
-        jobs: Processes at a time.
+        source: Name of a file in scenarios/recorded/; default: all.
+        record: Append new plans to the records, and rebuild table and picture.
+        jobs: Parallel processes.
     """
     from hybridvalidation.experiments.recorded import recorded_command
     from hybridvalidation.show.report import write_pages
@@ -503,17 +504,17 @@ def peers(
     jobs: Count = 1,
     common: Recorded = RECORDED,
 ) -> Answer:
-    """Run others' trainers beside ours: planned on the virtual card, executed small, measured where there is a card.
+    """Compare other trainers with ours: planned on the virtual card, executed small, measured if there is a card.
 
-    Runs that have a record are read; the others need the packages of their engine.
+    Existing records are read; missing runs need the packages of their engine.
 
     Example: hybridtrain peers 8b-full-24gb
 
     Args:
-        scenario: A file of scenarios/peers/ by its name; default: all.
-        planned: Plan alone; nothing is executed or measured.
-        record: Append what is run now to the records, and rebuild the tables.
-        jobs: Processes at a time.
+        scenario: Name of a file in scenarios/peers/; default: all.
+        planned: Only plan; execute and measure nothing.
+        record: Append new runs to the records, and rebuild the tables.
+        jobs: Parallel processes.
     """
     from hybridvalidation.experiments.peers import peers_command
     from hybridvalidation.show.report import write_pages
@@ -527,8 +528,53 @@ def peers(
     return Answer(text="\n".join([text, *names_of(paths)]), content=rows)
 
 
+def atlas(
+    *models: ModelName,
+    record: Flag = False,
+    jobs: Count = 1,
+    max_runs: Count | None = None,
+    common: Recorded = RECORDED,
+) -> Answer:
+    """Show the smallest card for each model and method, from committed records.
+
+    Example: hybridtrain atlas llama-3.1-8b qwen3-8b
+
+    Args:
+        models: Default: all of scenarios/atlas/atlas.toml. With --json, every cell of the named ones.
+        record: Fit what has no record yet on every card, run the commands of some cells again, append both to the
+            records and rebuild the page. The same command goes on after an interruption.
+        jobs: Models at a time.
+        max_runs: Stop after so many models or commands.
+    """
+    from hybridtrain.config.encode import encode
+    from hybridtrain.errors import ConfigError, unknown_name
+    from hybridvalidation.experiments.atlas import read_atlas, read_atlas_file
+    from hybridvalidation.experiments.atlas_runs import make_atlas
+    from hybridvalidation.show.pages.atlas import atlas_text
+    from hybridvalidation.show.report import write_pages
+
+    files = _files(common.scenarios)
+    known = [model.name for model in read_atlas_file(files.folder).models]
+    if faults := [unknown_name("model of the atlas", name, known) for name in models if name not in known]:
+        raise ConfigError("atlas", faults)
+    if record:
+        make_atlas(files.folder, common.records, models=models, width=jobs, max_runs=max_runs, say=common.note)
+    found = read_atlas(files.folder, common.records)
+    if found is None:
+        raise ConfigError(
+            "atlas", [f"{common.records}: no records of the atlas; make them: hybridtrain atlas --record"]
+        )
+    paths = write_pages("atlas", files, common.results) if record else []
+    shown = found.of(models or known)
+    cells = [encode(cell) | {"command": cell.command} for one in shown.records.values() for cell in one.cells()]
+    return Answer(
+        text="\n".join([atlas_text(shown, TERMINAL), *names_of(paths)]),
+        content={"models": list(shown.records), "cells": cells if models else [], "files": names_of(paths)},
+    )
+
+
 _BUDGETS = {"peak_vram_gib": GIB, "peak_vram_gb": GB}
-"""Metrics that bound the card's memory, with their units."""
+"""Metrics that limit the card's memory, with their units."""
 
 
 def _scenario_request(name: str, folder: Path | None) -> ScenarioRequest:
@@ -541,14 +587,14 @@ def _scenario_request(name: str, folder: Path | None) -> ScenarioRequest:
     return ScenarioRequest(name=scenario.name, request=request, budget_bytes=stated_budget(scenario, targets))
 
 
-def _quality_notes(candidates: Iterable["Candidate"], folder: Path | None, results: Path) -> Mapping[str, str]:
+def _quality_notes(candidates: Iterable["Candidate"], folder: Path | None, results: Path) -> Mapping[str, QualityNote]:
     from hybridvalidation.study.quality_notes import ladder_notes
 
     return ladder_notes(candidates, _files(folder), results)
 
 
 def stated_budget(scenario: "Scenario", targets: Mapping[str, "Target"]) -> int | None:
-    """Return the least bytes of the card that rows about a scenario state as a bound; None without such a row."""
+    """Return the smallest memory limit that a scenario's rows state, in bytes; None without such a row."""
     rows = [targets[item.id] for item in scenario.targets if not item.stacks]
     bounds = [
         int(row.value * _BUDGETS[row.metric])
@@ -561,7 +607,7 @@ def stated_budget(scenario: "Scenario", targets: Mapping[str, "Target"]) -> int 
 EXTENSION = Extension(
     verbs={
         "validate": validate, "execute": execute, "evidence": evidence, "bench": bench, "study": study,
-        "recorded": recorded, "peers": peers, "gate": gate, "report": report, "records": records,
+        "recorded": recorded, "peers": peers, "atlas": atlas, "gate": gate, "report": report, "records": records,
         "snapshots": snapshots,
     },
     names={

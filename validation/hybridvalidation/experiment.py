@@ -1,7 +1,7 @@
-"""The loop of every experiment: cases without a valid record are run, and each record is on disk as its run ends.
+"""The loop of every experiment: run the cases without a valid record, and write each record as its run ends.
 
-An experiment says what its cases are, how they become records and where those go; tables are made of all records. One
-that is interrupted goes on where it was, since what ended has a record.
+An experiment defines its cases, their conversion to records, and the records' file; tables use all records. An
+interrupted experiment continues, as finished runs have records.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.run.environment import package_version, read_environment
 from hybridtrain.run.program import program_digest
-from hybridvalidation.child import Child, Ended, run_side_by_side
+from hybridvalidation.child import Child, ChildResult, run_side_by_side
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record
@@ -25,7 +25,7 @@ C = TypeVar("C")
 R = TypeVar("R", bound=Record)
 
 Runner: TypeAlias = Callable[[Sequence[C]], Iterator[tuple[C, R]]]
-"""Runs cases and yields each with its record as it ends; one that is out of time yields fewer."""
+"""Runs cases and yields each with its record as it ends; fewer if time runs out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,11 @@ class Results(Generic[C, R]):
     """Results after a run of an experiment."""
 
     answers: Mapping[str, R]
-    """The record that holds of each case, new or known, by key."""
+    """The valid record of each case, by key."""
     new: tuple[R, ...]
-    """Records made now, in the order in which their runs ended."""
+    """New records, in the order of completion."""
     not_run: tuple[C, ...]
-    """Cases that would have been beyond a limit, or need a package that is not installed."""
+    """Cases beyond a limit, or without a required package."""
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: a call of ``Experiment[Case, Record]`` notes its own types
@@ -45,35 +45,35 @@ class Experiment(Generic[C, R]):
     """Cases of one kind, and their conversion to records."""
 
     name: str
-    """In messages."""
+    """Name in messages."""
     key: Callable[[C], str]
-    """Key of the record that answers a case."""
+    """Key of a case's record."""
     run: Runner[C, R]
-    """``in_children``, or one of its own."""
+    """The runner: ``in_children``, or its own."""
     file: Callable[[R], str | Path]
-    """File that a record is added to, from the folder of records."""
+    """Appends a record to its file in the folder of records."""
     line: Callable[[C, R], str]
-    """The log's line about a run that ended."""
+    """Returns the log line of a finished run."""
     holds: Callable[[R], bool] = lambda record: not record.why_repeat()
-    """Whether a known record answers its case."""
+    """Whether a known record is valid for its case."""
     packages: Callable[[C], tuple[str, ...]] = lambda _: ()
-    """Packages without which a case is not run."""
+    """Packages that a case requires."""
 
     def run_missing(
         self, cases: Sequence[C] | Callable[[Mapping[str, R]], Iterable[C]], known: Iterable[R], *,
         records: Path | None, say: Callable[[str], None], max_runs: int | None = None,
         on_record: Callable[[R], object] = lambda _: None,
     ) -> Results[C, R]:  # fmt: skip
-        """Run all cases that no known record answers.
+        """Run all cases without a valid record.
 
         Args:
-            cases: All of them; or, where later ones depend on earlier ones, a function of the answers so far, by key,
-                that returns the cases of the next stage. The run is over when it returns none without an answer.
-            known: Records made before, oldest first.
-            records: Folder that new records are added to; None: they are only returned.
-            say: Takes a line about each stage and each run.
-            max_runs: Stop after so many; None: when nothing is missing.
-            on_record: Called after a record is on disk, as to write a table anew.
+            cases: All cases; or, if later ones depend on earlier ones, a function of the records so far, by key, that
+            returns the next stage's cases. It ends when none of them is missing.
+            known: Earlier records, oldest first.
+            records: Folder for new records; None: they are only returned.
+            say: Called with a line about each stage and each run.
+            max_runs: Most runs to make; None: all.
+            on_record: Called after a record is on disk, for example to rebuild a table.
         """
         answers = {record.key: record for record in known if self.holds(record)}
         new = list[R]()
@@ -99,8 +99,8 @@ class Experiment(Generic[C, R]):
         return [case for key, case in by_key.items() if key not in answers]
 
 
-def in_children(start: Callable[[C], Child[A]], record: Callable[[C, Ended[A]], R], width: int) -> Runner[C, R]:
-    """Return a runner that gives each case a process of its own, ``width`` at a time."""
+def in_children(start: Callable[[C], Child[A]], record: Callable[[C, ChildResult[A]], R], width: int) -> Runner[C, R]:
+    """Return a runner with one process per case, ``width`` at a time."""
 
     def run(cases: Sequence[C]) -> Iterator[tuple[C, R]]:
         for case, ended in run_side_by_side(cases, start, width):
@@ -109,22 +109,21 @@ def in_children(start: Callable[[C], Child[A]], record: Callable[[C, Ended[A]], 
     return run
 
 
-def answer_of(ended: Ended[A], run: object, experiment: str) -> A:
+def answer_of(ended: ChildResult[A], run: object, experiment: str) -> A:
     """Return a child's answer, for experiments whose crashed runs leave no record.
 
     Raises:
-        HybridTrainError: It has none.
+        HybridTrainError: The child has no answer.
     """
     if ended.answer is None:
         raise HybridTrainError(
-            f"{experiment}: {run} has no record: {ended.fault}; finished runs are kept, the same command resumes "
-            "behind them"
+            f"{experiment}: {run} failed: {ended.fault}; finished runs are kept, repeat the command to continue"
         )
     return ended.answer
 
 
 def begin_header() -> Callable[[], dict[str, Any]]:
-    """Note time, environment and program; return a function that ends the run and returns a record's header of them."""
+    """Record start time, environment and program; return a function that returns the record's header at the end."""
     started, begin_s = datetime.now(UTC), time.perf_counter()
     environment, program = read_environment(), program_digest()
     return lambda: {
@@ -133,8 +132,8 @@ def begin_header() -> Callable[[], dict[str, Any]]:
     }  # fmt: skip
 
 
-def child_header(ended: Ended[Any]) -> dict[str, Any]:
-    """Return the header of a record about a child that ended; without an answer its outcome is an error."""
+def child_header(ended: ChildResult[Any]) -> dict[str, Any]:
+    """Return the record header of a finished child; without an answer its outcome is an error."""
     started = datetime.fromtimestamp(time.time() - ended.seconds, UTC)
     return {
         "outcome": Outcome.ERROR if ended.answer is None else Outcome.OK, "message": ended.fault,
@@ -144,7 +143,7 @@ def child_header(ended: Ended[Any]) -> dict[str, Any]:
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Return installed versions, empty for what is not installed."""
+    """Return the versions of packages, empty for missing ones."""
     return {name: package_version(name) for name in packages}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from hybridtrain.config.rules import Most, above_most, below_least, repeated
+from hybridtrain.config.rules import AtMost, below_least, faults_above_most, repeated
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.model_config import BatchWorkload, ModelConfig
 from hybridtrain.models.model_spec import ModelSpec
@@ -13,9 +13,9 @@ from hybridtrain.virtual_gpu.cards.card import Card, Host, card_catalogue, find_
 from hybridtrain.virtual_gpu.cards.links import World
 
 BASELINE_STACK = "vanilla"
-"""Baseline of savings and quality, unless a target names another stack."""
+"""Default baseline of savings and quality."""
 RATE_BASELINE = "mixed"
-"""Baseline of slow-downs and relative throughputs: bf16 on tensor cores, which costs nothing but a flag."""
+"""Default baseline of slow-downs and relative throughputs: bf16 autocast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +23,13 @@ class CardSpec:
     """A card of the catalogue by name, or a custom one."""
 
     name: str | None = None
-    """A name of ``hybridtrain list cards``."""
+    """Name of a card (``hybridtrain list cards``)."""
     custom: Card | None = None
-    """Figures of one's own."""
+    """Data of a custom card."""
 
     def __post_init__(self) -> None:
         if (self.name is None) == (self.custom is None):
-            raise ValueError('give either name = "card" or a table [card.custom], not both and not neither')
+            raise ValueError('give either name = "card" or a table [card.custom]')
         if self.name is not None and self.name not in card_catalogue():
             raise ValueError(f"name: {unknown_name('card', self.name, card_catalogue())}")
 
@@ -48,21 +48,21 @@ class AccuracySpec:
     proxy: ModelConfig
     """Small model of the same family, trained for real."""
     seeds: tuple[int, ...]
-    """Of the paired runs, at least three."""
+    """Seeds of the paired runs, at least three."""
     num_steps: int
-    """Optimizer steps of each."""
-    batch_size: Annotated[int, Most(2**16)]
+    """Optimizer steps per run."""
+    batch_size: Annotated[int, AtMost(2**16)]
     """Sequences per optimizer step."""
     seq_len: int
     """Tokens per sequence."""
     lr: float
     """Peak learning rate."""
-    validation_batches: Annotated[int, Most(2**16)]
+    validation_batches: Annotated[int, AtMost(2**16)]
     """Batches of held-out text."""
 
     def __post_init__(self) -> None:
         faults = below_least(self, ("num_steps", "batch_size", "seq_len", "validation_batches"))
-        faults += above_most(self)
+        faults += faults_above_most(self)
         if len(set(self.seeds)) < 3:
             faults.append(f"seeds: {list(self.seeds)} must name at least 3 different seeds")
         if len(set(self.seeds)) < len(self.seeds) or min(self.seeds, default=0) < 0:
@@ -79,14 +79,14 @@ class AccuracySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioTarget:
-    """A stated figure to judge, and its stacks."""
+    """A stated figure to judge, and the stacks to judge it on."""
 
     id: str
-    """Of ``targets.toml``."""
+    """Id in ``targets.toml``."""
     stacks: tuple[str, ...] = ()
-    """Stacks it is about; empty: the scenario, so that one stack must hold all such rows together."""
+    """Stacks to judge; empty: one stack must meet all such rows together."""
     baseline: str | None = None
-    """Stack to compare with; None: ``vanilla``, of slow-downs and relative throughputs ``rate_baselines``."""
+    """Stack to compare with; None: ``vanilla``, or ``rate_baselines`` for slow-downs and relative throughputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,30 +94,30 @@ class Scenario:
     """One scenario file."""
 
     name: str
-    """Records, tables and plots are called after it."""
+    """Name of the scenario, and of its records, tables and plots."""
     description: str
-    """Description in a line."""
+    """Description in one line."""
     model: ModelSpec
     card: CardSpec
     workload: BatchWorkload
     stacks: tuple[str, ...]
     """Names of stack files."""
     host: Host = field(default_factory=Host)
-    """The machine around the card, or around as many of them as it holds."""
+    """The machine with its cards."""
     world: int = 1
-    """Cards that train together, a rank each."""
+    """Number of ranks, one card each."""
     link: str = "pcie"
-    """Between cards of a machine: a name of links.toml, or a .toml file of the same entries."""
+    """Link between cards of a machine: a name in links.toml, or a .toml file with the same entries."""
     batch_sizes: Mapping[str, int] = field(default_factory=dict)
-    """Sequences per optimizer step of single stacks, where they are not the workload's."""
+    """Sequences per optimizer step of stacks that differ from the workload."""
     rate_baselines: tuple[str, ...] = (RATE_BASELINE,)
-    """Baselines of speeds: of these the stack with as many tokens per step."""
+    """Baselines of speeds; the one with equal tokens per step is used."""
     accuracy: AccuracySpec | None = None
-    """None: nothing is trained for this scenario."""
+    """Accuracy experiment; None: nothing is trained."""
     accuracy_stacks: tuple[str, ...] = ()
-    """Stacks whose cost in quality is found out, with what they are compared with; empty: all."""
+    """Stacks of the accuracy experiment, baselines included; empty: all."""
     targets: tuple[ScenarioTarget, ...] = ()
-    """Stated figures that it judges."""
+    """Stated figures to judge."""
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
@@ -135,7 +135,7 @@ class Scenario:
                 f"accuracy.proxy.family: '{self.accuracy.proxy.family}' must be the model's family, '{model.family}'"
             )
         if self.accuracy_stacks and self.accuracy is None:
-            faults.append("accuracy_stacks: there is no table [accuracy]; add one or drop the list")
+            faults.append("accuracy_stacks: there is no table [accuracy]; add one, or remove the list")
         named = [("accuracy_stacks", self.accuracy_stacks), ("batch_sizes", tuple(self.batch_sizes))]
         for position, target in enumerate(self.targets):
             named.append((f"targets[{position}].stacks", target.stacks))
@@ -157,11 +157,11 @@ class Scenario:
             raise ValueError("\n".join(faults))
 
     def ranks(self, rank: int = 0) -> World:
-        """Return one of the ranks and what joins them."""
+        """Return the world of ranks and links, or None for one card."""
         return World(size=self.world, rank=rank, link=self.link)
 
     def baseline_of(self, stack: str, baselines: Sequence[str]) -> str:
-        """Return the first of some baselines with as many tokens per step as ``stack``, else the first."""
+        """Return the first baseline with as many tokens per step as ``stack``, else the first."""
         tokens = self.workload_of(stack).batch_size
         return next((name for name in baselines if self.workload_of(name).batch_size == tokens), baselines[0])
 
@@ -179,13 +179,13 @@ class StatedParts:
     """Parts of a stated total of memory."""
 
     weight: float
-    """Bytes per parameter, as the next two."""
+    """Bytes of weights per parameter; the next two likewise."""
     grad: float
     optim_state: float = 0.0
     activation_gb: float = 0.0
-    """Of the whole step, as stated: a figure without its sequence length cannot be derived."""
+    """Activations of the whole step in GB, as stated: without a sequence length it cannot be derived."""
     num_params: float | None = None
-    """As the document rounds them; None: those of the scenario's model."""
+    """Parameters as the document rounds them; None: the scenario's model."""
 
     @property
     def bytes_per_param(self) -> float:
@@ -207,9 +207,9 @@ class Target:
     high: float | None = None
     note: str = ""
     by_definition: str = ""
-    """Why the figure is met whatever a program does, where it follows from how the recipe is written down."""
+    """Why any program meets the figure, if it follows from the recipe's definition."""
     parts: StatedParts | None = None
-    """Of totals that are recomputed from the model's shape."""
+    """Parts of a total that is recomputed from the model's shape."""
 
     def __post_init__(self) -> None:
         wanted = (self.low, self.high) if self.direction == "range" else (self.value,)
@@ -227,4 +227,4 @@ class TargetFile:
         names = [target.id for target in self.target]
         twice = repeated(names)
         if twice:
-            raise ValueError(f"target: stated twice: {', '.join(twice)}; give each its own id")
+            raise ValueError(f"target: repeated ids {', '.join(twice)}; make them unique")

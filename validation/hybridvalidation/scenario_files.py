@@ -13,14 +13,14 @@ from hybridvalidation.scenario import Scenario, Target, TargetFile
 
 @dataclass(frozen=True, slots=True)
 class ScenarioFiles(StackFiles):
-    """A folder with scenario files, ``stacks/`` and, where something is stated, ``targets.toml``."""
+    """A folder with scenario files, ``stacks/`` and optionally ``targets.toml``."""
 
     def scenario_names(self) -> list[str]:
         """Return the names of all scenario files."""
         return sorted(path.stem for path in self.folder.glob("*.toml") if path.stem != "targets")
 
     def scenario(self, name: str) -> Scenario:
-        """Read a scenario by name, or by path when ``name`` ends in ``.toml``; checks its stacks and targets too.
+        """Read a scenario by name, or by path ending in ``.toml``; checks stacks and targets too.
 
         Raises:
             ConfigError: every fault at once.
@@ -44,7 +44,7 @@ class ScenarioFiles(StackFiles):
         return scenario
 
     def targets(self) -> dict[str, Target]:
-        """Read all stated figures; none where the folder has no ``targets.toml``."""
+        """Read all stated figures; none without ``targets.toml``."""
         path = self.folder / "targets.toml"
         targets = {target.id: target for target in load_toml(TargetFile, path).target} if path.exists() else {}
         if faults := [fault for target in targets.values() for fault in _range_faults(target)]:
@@ -67,7 +67,7 @@ class ScenarioFiles(StackFiles):
 
 
 def scenario_folder(folder: Path | None) -> ScenarioFiles:
-    """Return the files of a folder that was named, or of the default one; raises ``ConfigError`` if it is not there."""
+    """Return the files of a given or the default folder; raises ``ConfigError`` if it is missing."""
     return ScenarioFiles(stack_folder(folder).folder)
 
 
@@ -79,6 +79,6 @@ def _range_faults(target: Target) -> Iterator[str]:
     if target.low is None or target.high is None or not target.low < target.high:
         yield f"$.target '{target.id}': low {target.low}, high {target.high}: give both, low below high, or neither"
     elif target.direction in {"min", "max"} and not target.low <= (target.value or 0.0) <= target.high:
-        yield f"$.target '{target.id}': value {target.value:g} must lie within the range that is stated"
+        yield f"$.target '{target.id}': value {target.value:g} must be within its stated range"
     elif target.direction == "equal":
-        yield f"$.target '{target.id}': low, high: an equality has no range; leave both out"
+        yield f"$.target '{target.id}': low, high: an equality has no range; remove both"

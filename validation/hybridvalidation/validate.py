@@ -1,6 +1,6 @@
-"""The verb ``validate``: read records, run missing ones, judge, show; and the list of other records.
+"""The verb ``validate``: read records, make missing ones, judge and report; and the list of other records.
 
-Committed results change only when that is asked for: what a run finds goes into a folder of its own.
+Committed results change only on request; otherwise new results go into a separate folder.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybridtrain.errors import ConfigError, RecordError
 from hybridtrain.run.environment import uncommitted_files
+from hybridvalidation.experiments.atlas import prune_atlas
 from hybridvalidation.experiments.stack_runs import ScenarioRun, run_from_records, run_scenario
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.records.verification import VERIFIED
@@ -24,7 +25,7 @@ class Validation:
 
     run: ScenarioRun
     folder: Path | None
-    """Where the tables and plots belong; None where all records were the committed ones, whose tables are there."""
+    """Folder of tables and plots; None if all records are committed, whose tables exist."""
 
 
 def validate(
@@ -38,20 +39,20 @@ def validate(
     progress: bool,
     planned: bool = False,
 ) -> Validation:
-    """Make the runs of a scenario that have no valid record, and return it with its records.
+    """Make the missing runs of a scenario; return it with all records.
 
     Args:
         files: Scenarios and stacks.
-        name: Of the scenario.
+        name: Name of the scenario.
         results: Committed results.
-        fresh: Make every run again.
+        fresh: Repeat every run.
         record: Write into ``results``.
         out: Write there instead; None: ``runs/validate-NAME`` of the working folder.
         progress: Whether a bar is shown.
-        planned: Make dry runs alone, which take seconds.
+        planned: Make dry runs only.
 
     Raises:
-        ConfigError: ``record`` from a checkout with changes that are not committed.
+        ConfigError: ``record`` with uncommitted changes in the checkout.
     """
     scenario = files.scenario(name)
     committed = RecordStore(results / "records")
@@ -69,9 +70,9 @@ def validate(
 
 
 def other_records(files: ScenarioFiles, results: Path) -> list[str]:
-    """Return a sentence for every file of records that is not replanned: their number, and their program.
+    """Return a sentence per file of executed or measured records: their number, and their program.
 
-    What was executed stays evidence of the program that did it. A ladder's records hold by their replay probes.
+    Executed records remain evidence of the program that made them; a ladder's are verified by replays.
     """
     folder = results / "records"
     told = list[str]()
@@ -83,24 +84,26 @@ def other_records(files: ScenarioFiles, results: Path) -> list[str]:
         try:
             lines = [json.loads(line) for line in whole.splitlines()]
         except ValueError as error:
-            raise RecordError(f"{path}: a line is no JSON ({error}); restore the file from version control.") from error
+            raise RecordError(
+                f"{path}: a line is not JSON ({error}); restore the file from version control."
+            ) from error
         if not lines:
             continue
         newest = max(lines, key=lambda line: str(line["started_at"]))
         commits = {line["environment"]["commit"] for line in lines}
         made = f"{newest['started_at'][:10]}, commit {newest['environment']['commit'][:8] or 'of no checkout'}"
-        told.append(f"{name}: {len(lines)} records, of {len(commits)} commits, the newest of {made}")
+        told.append(f"{name}: {len(lines)} records, from {len(commits)} commits, the newest {made}")
     return told
 
 
 def prune_records(files: ScenarioFiles, names: Sequence[str], results: Path) -> int:
-    """Drop every record that a newer one replaces in all tables; return their number."""
+    """Delete all records of scenarios and of the atlas that no table shows any more; return their number."""
     store, count = RecordStore(results / "records"), 0
     for name in names:
         scenario = files.scenario(name)
         run = run_from_records(scenario, [files.stack(stack) for stack in scenario.stacks], store)
         count += store.prune(scenario.name, list(run.records.values()))
-    return count
+    return count + prune_atlas(results / "records")
 
 
 def _check_committed() -> None:
@@ -109,7 +112,7 @@ def _check_committed() -> None:
     if changed:
         more = f" and {len(changed) - _SHOWN_FILES} more" if len(changed) > _SHOWN_FILES else ""
         fault = (
-            f"{', '.join(changed[:_SHOWN_FILES])}{more}: not committed; a record names the commit that made it, so "
-            "commit or stash first, or leave --record out to write into a folder of its own"
+            f"{', '.join(changed[:_SHOWN_FILES])}{more}: uncommitted; records state their commit, so commit or stash "
+            f"first, or omit --record to write into a separate folder"
         )
         raise ConfigError("--record", [fault])

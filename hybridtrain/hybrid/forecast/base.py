@@ -1,6 +1,6 @@
 """The base of all loss forecasters: signals, forecasts, intervals that learn from past errors.
 
-A forecast is never of the next raw loss but of a block mean: the mean training loss over the last ``window`` steps of
+A forecast is of a mean over steps, never of the next raw loss: the mean training loss over the last ``window`` steps of
 the horizon. The learning rates of those steps are known in advance and given.
 """
 
@@ -16,13 +16,14 @@ from hybridtrain.phase import Phase
 COVERAGE = 0.9
 _NUM_SCORES = 64
 _FEWEST_SCORES = 8
-"""Below this a bucket takes the scores of all buckets; below this in all, the prior factor."""
+"""Fewest scores of a bucket; with fewer the scores of all buckets are used, with fewer still the prior factor."""
 _PRIOR_FACTOR = 2.0
-"""Of the model's own standard deviation: a normal law has 1.645; models that just started are too sure."""
+"""Initial factor on the model's standard deviation: a normal distribution has 1.645, untrained models are
+overconfident."""
 _LR_TOLERANCE = 0.01
-"""Relative difference of summed learning rates up to which a schedule was kept."""
+"""Relative difference of summed learning rates up to which a schedule counts as followed."""
 _SMALLEST_SCALE = 1e-4
-"""Nats per token: a model surer than this is not believed."""
+"""Smallest standard deviation in nats per token; a smaller one is overconfident."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,26 +35,26 @@ class TrainingSignal:
     loss: float
     """Nats per token."""
     grad_norm: float | None
-    """Global L2 norm before clipping; None when it is not known."""
+    """Global L2 norm before clipping; None if unknown."""
     lr: float
     phase: Phase
     predicted_steps: float = 0.0
-    """Steps jumped right after this one."""
+    """Steps predicted right after this one."""
     moments: Sequence[float] | None = None
     """The six statistics of ``hybridkernels.state_encoding.moments_of_sums``: means over all elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawForecast:
-    """Of the mean loss over a window ending some steps ahead, before calibration; nats per token."""
+    """Forecast of the mean loss over a window some steps ahead, before calibration; nats per token."""
 
     mean: float
     aleatoric: float
-    """Standard deviation that the model ascribes to noise in the data."""
+    """Standard deviation that the model attributes to noise in the data."""
     epistemic: float
-    """Standard deviation over models: spread of an ensemble or of fits."""
+    """Standard deviation between models or fits of an ensemble."""
     entropy: float | None = None
-    """Of the categorical state, nats per categorical, 0 (sure) to ln of its classes; None where there is none."""
+    """Entropy of the categorical state, nats per categorical, from 0 to ln(classes); None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,20 +76,20 @@ class _Pending:
     scale: float
     horizon: int
     lr_sum: float
-    """Of the learning rates that were given."""
+    """Sum of the given learning rates."""
     seen_lr_sum: float = 0.0
     loss_sum: float = 0.0
 
 
 class IntervalCalibrator(Stateful):
-    """Turns a model's own standard deviation into a half-width that held for 90 % of past forecasts.
+    """Scales a model's standard deviation to intervals that covered 90 % of past forecasts.
 
-    Split conformal prediction, online, one bucket per octave of the horizon. A forecast made with scale s (nats per
-    token) is kept until its steps were seen; its score is |error| / s. The interval of a new forecast is mean +- q s,
-    where q is the (1 - alpha)(n + 1)/n empirical quantile of the latest scores of its bucket (Vovk et al.; Angelopoulos
-    and Bates 2107.07511, section 1). Scores are of the latest ``_NUM_SCORES`` forecasts, so that the interval follows a
-    changing run; overlapping forecasts are dependent, so coverage is approximate. A forecast whose steps were trained
-    with other learning rates than were given is dropped.
+    Split conformal prediction, online, one bucket per octave of the horizon. A forecast of scale s (nats per token)
+    waits until its steps are done; its score is |error| / s. The interval of a new forecast is mean +- q s, where q is
+    the (1 - alpha)(n + 1)/n empirical quantile of the latest scores of its bucket (Vovk et al.; Angelopoulos and Bates
+    2107.07511, section 1). Only the latest ``_NUM_SCORES`` scores count, so that the interval adapts to a changing run.
+    Overlapping forecasts are dependent, so coverage is approximate. A forecast is dropped if its steps had other
+    learning rates than given.
     """
 
     _state = ("_pending", "_scores")
@@ -116,7 +117,7 @@ class IntervalCalibrator(Stateful):
         self._pending = still
 
     def factor(self, horizon: int) -> float:
-        """Return the number of the model's standard deviations that cover 90 % at this horizon."""
+        """Return the number of standard deviations that cover 90 % at this horizon."""
         scores = self._scores.get(_bucket(horizon), [])
         if len(scores) < _FEWEST_SCORES:
             scores = [score for bucket in sorted(self._scores) for score in self._scores[bucket]]
@@ -126,12 +127,12 @@ class IntervalCalibrator(Stateful):
         return sorted(scores)[rank - 1]
 
     def remember(self, step: int, mean: float, scale: float, future_lrs: Sequence[float], window: int) -> None:
-        """Keep a forecast made after ``step`` until it can be scored."""
+        """Store a forecast made after ``step`` until it can be scored."""
         last = step + len(future_lrs)
         self._pending.append(_Pending(last - window + 1, last, mean, scale, len(future_lrs), sum(future_lrs)))
 
     def drop_pending(self) -> None:
-        """Drop forecasts whose steps are not over, as after an event that they do not cover."""
+        """Drop forecasts whose steps are not done, after an event that they could not foresee."""
         self._pending = []
 
 
@@ -140,16 +141,16 @@ def _bucket(horizon: int) -> int:
 
 
 class Forecaster(Stateful, ABC):
-    """Learns online from one signal per true step: a model plus an ``IntervalCalibrator``.
+    """Forecasts losses online from one signal per true step: a model plus an ``IntervalCalibrator``.
 
-    ``seed`` is of the model's own random numbers; the global random streams are never touched. A short run, of
-    ``total_steps``, begins to train a model earlier. One that needs more than ``budget_mib`` raises ``ValueError``.
+    ``seed`` seeds its own random stream; global ones are not used. With few ``total_steps`` training starts earlier.
+    Raises ``ValueError`` if it needs more than ``budget_mib``.
     """
 
     kind: ClassVar[str]
     _state: ClassVar[tuple[str, ...]] = ("_step", "_calibrator")
     steps_before_training: int = 0
-    """After which a model begins to be trained; until then it forecasts as its baseline."""
+    """Steps before the model is trained; until then it forecasts like its baseline."""
 
     def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
         del seed, budget_mib, total_steps  # of models that draw, of large ones, of trained ones
@@ -157,7 +158,7 @@ class Forecaster(Stateful, ABC):
         self._step = 0
 
     def observe(self, signal: TrainingSignal) -> None:
-        """Take in one true step, in order of their numbers; a loss that is not finite is left out."""
+        """Add one true step, in order of step numbers; a non-finite loss is ignored."""
         self._step = signal.step
         if not math.isfinite(signal.loss):
             self._calibrator.drop_pending()
@@ -168,12 +169,14 @@ class Forecaster(Stateful, ABC):
     def forecast(self, future_lrs: Sequence[float], window: int) -> LossForecast | None:
         """Forecast the mean loss of the last ``window`` of the next ``len(future_lrs)`` steps; None at first.
 
-        The forecast is remembered until its steps are seen: its error calibrates later intervals. Raises ``ValueError``
-        if the window is empty or longer than the horizon.
+        Its error calibrates later intervals once the steps are done. Raises ``ValueError`` if the window is empty or
+        longer than the horizon.
         """
         horizon = len(future_lrs)
         if not 1 <= window <= horizon:
-            raise ValueError(f"window: {window} must be 1 to {horizon}, the horizon; forecast further or average less")
+            raise ValueError(
+                f"window: {window} must be 1 to {horizon}, the horizon; extend the horizon or shorten the window"
+            )
         raw = self._predict(future_lrs, window)
         if raw is None or not math.isfinite(raw.mean):
             return None
@@ -193,8 +196,8 @@ class Forecaster(Stateful, ABC):
         """Restore the state of a forecaster made with the same arguments; raises ``ValueError`` for another kind's."""
         if state.get("kind") != self.kind:
             raise ValueError(
-                f"kind: the state is of forecaster '{state.get('kind')}'; '{self.kind}' is wanted: resume with "
-                "the kind that was saved, or start a new forecaster"
+                f"kind: the state is of forecaster '{state.get('kind')}'; '{self.kind}' is configured: resume with "
+                f"the saved kind, or start a new forecaster"
             )
         super().load_state_dict(state)
 

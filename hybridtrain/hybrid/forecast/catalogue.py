@@ -12,7 +12,7 @@ FORECASTERS: dict[str, type[Forecaster]] = {
 }
 
 DEFAULT_FORECASTER = PowerLawForecaster.kind
-"""The least error of all on held-out runs of a small byte model, at the least cost but one."""
+"""Default: lowest error on held-out runs of a small byte model, at the second lowest cost."""
 
 
 def make_forecaster(kind: str, *, seed: int, budget_mib: float, total_steps: int | None = None) -> Forecaster:

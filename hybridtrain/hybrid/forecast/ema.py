@@ -23,7 +23,7 @@ def damped_reach(horizon: float) -> float:
 
 
 class EmaForecaster(Forecaster):
-    """Four numbers of state. Calibrated as all are (base.py); its own scale grows with the root of h."""
+    """Exponential smoothing with damped trend. Its own scale grows with the root of h; base.py calibrates it."""
 
     kind: ClassVar[str] = "ema"
     _state = ("_count", "level", "trend", "_variance")
@@ -32,7 +32,7 @@ class EmaForecaster(Forecaster):
         super().__init__(seed=seed, budget_mib=budget_mib, total_steps=total_steps)
         self._count = self._variance = 0.0
         self.level = self.trend = 0.0
-        """In nats per token, and its change per step."""
+        """Loss level in nats per token, and its change per step."""
 
     def _learn(self, signal: TrainingSignal) -> None:
         self._count += 1

@@ -1,4 +1,4 @@
-"""An ensemble's weights as one flat vector, with its own Adam and its own random numbers; and a forecaster with one.
+"""An ensemble with its own Adam and random stream, and a forecaster with one.
 
 Every weight has a leading dimension of members, so that the ensemble is one batched product, not a loop. E members,
 B rows, I inputs, O outputs. Adam after Kingma and Ba (1412.6980), gradients scaled down to a global norm.
@@ -19,18 +19,18 @@ from hybridtrain.hybrid.stateful import Stateful
 from hybridtrain.units import MIB
 
 BYTES_PER_WEIGHT = 32
-"""Float32 weight, running mean, first and second moment, root of the second, and the gradient: in one, in parts, and
-the part of one use that is being added. Measured as growth of the process: 103 MiB where this gives 107."""
+"""Float32 values per parameter: weight, running mean, both moments, root of the second, and the gradient with its
+parts. Measured as growth of the process: 103 MiB where this predicts 107."""
 _MEAN_UPDATES = 50
-"""Time constant of the running mean of weights, in updates: forecasts take it, for batches are few and noisy."""
+"""Time constant of the weights' running mean, in updates; forecasts use the mean, as batches are few and noisy."""
 _BETAS = (0.9, 0.99)
 _EPS = 1e-8
 _MAX_NORM = 10.0
 _WEIGHT_DECAY = 1.0
 _TICKS_BEFORE_TRAINING, _FEWEST_TICKS, _SHARE_OF_RUN = 8, 4, 4
-"""8, a quarter of a short run's, at least 4."""
+"""Ticks before training: 8, or a quarter of a short run's, at least 4."""
 _ZERO_LAYER = "head"
-"""A new model answers 0."""
+"""Zero initial output layer, so that an untrained model corrects nothing."""
 
 
 def gaussian_loss(mean: Tensor, log_variance: Tensor, target: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def bounded(log_variance: Tensor) -> Tensor:
 
 
 class Ensemble(Stateful):
-    """Weights, Adam of rate ``lr`` and random numbers of affine maps, by name of (inputs, outputs)."""
+    """Weights, Adam with rate ``lr`` and random numbers of affine maps, by name with (inputs, outputs)."""
 
     _state = ("_flat", "_mean", "_m", "_v", "num_updates", "generator")
 
@@ -63,7 +63,7 @@ class Ensemble(Stateful):
                 weight.normal_(0.0, weight.shape[1] ** -0.5, generator=self.generator)
 
     def mean_weights(self) -> dict[str, Tensor]:
-        """Return the running mean of the weights by name: views."""
+        """Return the running mean of the weights by name, as views."""
         return self._views(self._mean)
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ class Ensemble(Stateful):
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
     def update(self, loss_of: Callable[[dict[str, Tensor]], Tensor]) -> None:
-        """Take one step of Adam down ``loss_of(weights)``; none where its gradient is not finite."""
+        """Take one Adam step on ``loss_of(weights)``; skipped if the gradient is not finite."""
         with torch.enable_grad():
             self._flat.requires_grad_(True)
             (grad,) = torch.autograd.grad(loss_of(self._views(self._flat)), self._flat)
@@ -91,14 +91,14 @@ class Ensemble(Stateful):
 
 
 class EnsembleForecaster(Forecaster):
-    """Corrects the exponential baseline by an ensemble that is trained online on the run's own past, in ticks."""
+    """Corrects the exponential baseline by an ensemble trained online on the run's own ticks."""
 
     _state: ClassVar[tuple[str, ...]] = ("_replay", "_ensemble")
     layers: ClassVar[Mapping[str, tuple[int, int]]]
     num_members: ClassVar[int]
     lr: ClassVar[float]
     scratch_bytes: ClassVar[int]
-    """Of one update."""
+    """Scratch bytes of one update."""
 
     def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
         super().__init__(seed=seed, budget_mib=budget_mib, total_steps=total_steps)
@@ -106,17 +106,18 @@ class EnsembleForecaster(Forecaster):
         if needed_mib > budget_mib:
             raise ValueError(
                 f"budget_mib: {budget_mib} is too little for forecaster '{self.kind}'; at least "
-                f"{math.ceil(needed_mib)} is allowed; raise the budget or take 'power_law', which needs next to nothing"
+                f"{math.ceil(needed_mib)} is needed; raise the budget, or use forecaster 'power_law', which needs "
+                f"almost no memory"
             )
         self._replay = TickReplay()
         self._ensemble = Ensemble(self.layers, num_members=self.num_members, seed=seed, lr=self.lr)
         share = _TICKS_BEFORE_TRAINING if total_steps is None else total_steps // TICK_STEPS // _SHARE_OF_RUN
         self._fewest_ticks = min(_TICKS_BEFORE_TRAINING, max(_FEWEST_TICKS, share))
-        """Before it is trained."""
+        """Ticks before training starts."""
 
     @classmethod
     def num_bytes(cls) -> int:
-        """Return the most memory it holds, in bytes."""
+        """Return the most bytes that it needs."""
         weights = cls.num_members * sum((inputs + 1) * outputs for inputs, outputs in cls.layers.values())
         return weights * BYTES_PER_WEIGHT + REPLAY_BYTES + cls.scratch_bytes
 

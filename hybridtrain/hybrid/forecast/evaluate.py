@@ -1,4 +1,4 @@
-"""Prequential scores of forecasters: forecast, continue the run, compare; no future value is seen."""
+"""Prequential scores of forecasters: forecast, continue the run, compare; without look-ahead."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +23,11 @@ class ForecastScore:
     num_forecasts: int
     mean_absolute_error: float
     mean_width: float
-    """Of the 90 % interval."""
+    """Mean width of the 90 % interval."""
     coverage: float
-    """Fraction of forecasts whose interval held the truth; 0.9 is meant."""
+    """Fraction of forecasts whose interval covered the actual loss; 0.9 is the target."""
     cpu_s_per_step: float
-    """Processor time of observing and forecasting, over all horizons, divided by the steps of the run."""
+    """CPU time per step of the run, over all horizons."""
 
 
 def evaluate_forecasters(
@@ -36,7 +36,7 @@ def evaluate_forecasters(
     """Score new forecasters of ``FORECASTERS`` on the consecutive steps of one run.
 
     Forecasts of the mean of ``window`` losses are made after every 50th step from step 300 on, with the learning rates
-    the run then took. All but processor time repeats exactly. Returns one score per kind and horizon, in their order.
+    the run then took. All results but CPU time are reproducible. Returns one score per kind and horizon, in order.
     """
     scores = []
     for kind in kinds:

@@ -25,7 +25,7 @@ _UPDATES_PER_TICK = 8
 
 
 class MlpForecaster(EnsembleForecaster):
-    """Five perceptrons on ticks of 25 steps. Their own spread is calibrated as all are (base.py)."""
+    """Five perceptrons on ticks of 25 steps; base.py calibrates their spread."""
 
     kind: ClassVar[str] = "mlp"
     layers: ClassVar[dict[str, tuple[int, int]]] = {

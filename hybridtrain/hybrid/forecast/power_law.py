@@ -1,4 +1,4 @@
-"""The loss as a law of the learning rates taken: a power law of their sum, less what annealing earned.
+"""The loss as a function of past learning rates: a power law of their sum, minus the gain of annealing.
 
 L = L0 + A S1^-alpha - C S2,  S1 = sum of lr,  S2 = sum of D_i with D_i = lambda D_(i-1) + (lr_(i-1) - lr_i)
 
@@ -7,7 +7,7 @@ the nats earned by annealing from peak to zero). L0, A and C solve weighted leas
 small grid, none of them negative; fits are averaged with their likelihoods. The multi-power law (2503.12811) makes S2
 a power of the later sum of lr; one run holds too little annealing to fit its two more exponents.
 
-What one run cannot tell early is C: cosine falls hardly at first. Its prior is a normal law around ``_ANNEAL_MEAN`` of
+Early in a run C is undetermined, as cosine hardly falls at first. Its prior is a normal law around ``_ANNEAL_MEAN`` of
 the present loss. B blocks of the history, G fits on the grid, J = 3 coefficients, H steps asked.
 """
 
@@ -28,21 +28,22 @@ Array = NDArray[np.float64]
 _ALPHAS = (0.1, 0.2, 0.3, 0.45, 0.65, 1.0)
 _LAMBDAS = (0.9, 0.99, 0.997)
 _MAX_BLOCKS = 256
-"""Memory and time of a fit are bounded: at this count neighbours are merged, and blocks are twice as long from then."""
+"""Most blocks of a fit, which limits memory and time: beyond it neighbours are merged and later blocks twice as
+long."""
 _FIRST_BLOCK_STEPS = 10
 _FEWEST_BLOCKS = 12
 _RECENCY = 2.0
-"""Weight of a block at step s of t: (s / t)^_RECENCY; the first steps follow no power law."""
+"""Weight of a block at step s of t: (s / t)^_RECENCY; the first steps do not follow a power law."""
 _ANNEAL_MEAN, _ANNEAL_SPREAD = 0.1, 0.1
-"""Prior of C as fractions of the present loss."""
+"""Prior values of C as fractions of the present loss."""
 _PREDICTED_WORTH = 0.1
-"""What a predicted step is worth in true steps; measured 0.09 at tuned learning rates."""
+"""True steps that a predicted step counts as; 0.09 measured at tuned learning rates."""
 _LEVEL_PULL = 0.5
-"""Share of the mean residual of the latest blocks that is added to the forecast."""
+"""Share of the latest blocks' mean residual that is added to the forecast."""
 _LEVEL_STEPS = 150
 _NOISE_RATE = 0.02
 _SUBSETS = ((0, 1, 2), (0, 1), (1, 2), (1,))
-"""Coefficients that may be positive together; A always is."""
+"""Sets of coefficients that may be positive together; A always is."""
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class _LrSums:
     s1: float
     last_lr: float
     has_fallen: bool
-    """Before the first fall the learning rate warms up, which is no annealing."""
+    """Whether the learning rate has fallen once; its warm-up is not annealing."""
     momentum: list[float]
     s2: list[float]
 
@@ -69,12 +70,12 @@ class _LrSums:
 
 
 class PowerLawForecaster(Forecaster):
-    """Refits at every forecast. Scale: noise and spread of the fits, calibrated as all are (base.py)."""
+    """Refits at every forecast. Its scale is noise plus spread of the fits; base.py calibrates it."""
 
     kind: ClassVar[str] = "power_law"
     _state = ("_sums", "_peak_lr", "_block_steps", "_blocks", "_last_loss", "_noise", "_count")
     _blocks: list[list[float]]
-    """Sums over the steps of a block: count, step, loss, s1, s2 per lambda. The last one may be unfinished."""
+    """Sums over the steps of a block: count, step, loss, s1, s2 per lambda. The last block may be incomplete."""
 
     def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
         super().__init__(seed=seed, budget_mib=budget_mib, total_steps=total_steps)

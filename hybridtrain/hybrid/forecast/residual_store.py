@@ -1,4 +1,4 @@
-"""Past forecast errors and the states they were made in: a forecast is corrected by those of similar states.
+"""Past forecast errors with their states: a forecast is corrected by the errors of similar states.
 
 correction(x) = sum_n softmax(-d_n / temperature)_n r_n, where d_n is the mean over features of the squared difference
 of x and x_n in standard deviations of what is stored. N entries, F features.
@@ -13,24 +13,24 @@ import numpy.typing as npt
 from hybridtrain.hybrid.stateful import State, Stateful
 
 TEMPERATURE = 0.5
-"""In squared standard deviations: entries one apart in every feature weigh exp(-2), an eighth. Two random states are 2
-apart in the mean, so near ones decide and no single one does."""
+"""Kernel width in squared standard deviations: a distance of 1 in every feature weighs exp(-2). Random states differ by
+2 on average, so near entries decide."""
 _SMALLEST_SPREAD = 1e-9
-"""Relative to the feature; below it is rounding."""
+"""Smallest standard deviation relative to the feature; below it is rounding."""
 _FARTHEST = 1e6
-"""Standard deviations: squares of more could overflow."""
+"""Largest standardised value; squares of larger ones could overflow."""
 
 Array = npt.NDArray[np.float64]
 
 
 class ResidualStore(Stateful):
-    """The latest ``max_entries`` pairs of state and residual; a new one takes the place of the oldest."""
+    """The latest ``max_entries`` pairs of state and residual; a new one replaces the oldest."""
 
     _state = ("_features_NF", "_residuals_N", "_next")
 
     def __init__(self, max_entries: int, num_features: int) -> None:
         self.num_bytes = 8 * max_entries * (num_features + 1)
-        """Of a full store."""
+        """Bytes of a full store."""
         self._max_entries = max_entries
         self._num_features = num_features
         self._features_NF: Array = np.zeros((0, num_features))
@@ -43,7 +43,7 @@ class ResidualStore(Stateful):
         return len(self._residuals_N)
 
     def add(self, features: Sequence[float], residual: float) -> None:
-        """Store the residual, truth minus forecast, of a state; left out if any of it is not finite."""
+        """Store the residual (actual minus forecast) of a state; ignored if a value is not finite."""
         row_F = np.array(features, dtype=np.float64)
         if not (math.isfinite(residual) and np.isfinite(row_F).all()):
             return
@@ -55,9 +55,9 @@ class ResidualStore(Stateful):
         self._next = (self._next + 1) % self._max_entries
 
     def correction(self, features: Sequence[float]) -> float:
-        """Return the mean residual, weighted by similarity to this state; 0 if there are none.
+        """Return the mean residual, weighted by similarity to this state; 0 if the store is empty.
 
-        A feature that is not finite is not compared.
+        Non-finite features are ignored.
         """
         if not len(self):
             return 0.0
@@ -77,6 +77,6 @@ class ResidualStore(Stateful):
         if len(self) > self._max_entries or self._features_NF.size != len(self) * self._num_features:
             raise ValueError(
                 f"residuals: {len(self)} entries, {self._features_NF.size} features; at most {self._max_entries} of "
-                f"{self._num_features} features are allowed here: resume with the budget that was saved"
+                f"{self._num_features} features are allowed: resume with the saved budget"
             )
         self._features_NF = self._features_NF.reshape(-1, self._num_features)

@@ -1,10 +1,10 @@
 """RSSM-lite: a recurrent state-space model of the run that corrects the exponential baseline.
 
-One tick of the model is a tick of ticks.py (25 steps). It is trained the way it is used: a few ticks with their
-features seen (posterior), then as many as the horizon needs with nothing seen but the actions, the learning rates
-(prior); the head answers the correction y of every unseen tick against the baseline of the last seen one. Members draw
-their own windows from a small replay. Random numbers come from its own generators only: training draws on one that is
-saved, a forecast on one that is made of seed and step, so that asking changes nothing.
+One tick of the model is a tick of ticks.py (25 steps). Training equals use: a few ticks with observed features
+(posterior), then as many as the horizon needs with actions only, the learning rates (prior); the head answers the
+correction y of every unseen tick against the baseline of the last seen one. Members draw their own windows from a small
+replay. Random numbers come from its own generators: training uses a saved one, a forecast one seeded by seed and step,
+so that forecasts change no state.
 
 Aleatoric is the head's deviation and the spread over sampled states; epistemic the spread of the members' means;
 entropy that of the last prior. Their sum's scale is calibrated as all are (base.py).
@@ -34,13 +34,13 @@ _BATCH = 6
 _SAMPLES = 8
 _KL_WEIGHT = 0.1
 _TRAIN_EVERY = 10
-"""Steps between updates; an update cost about 90 ms of one shared core."""
+"""Steps between updates; an update takes about 90 ms of one shared core."""
 _FEATURE_NOISE = 0.3
-"""Deviation added to features in training, which are of unit size: a run has too few ticks to learn them by heart."""
+"""Noise added to the unit-size features in training: a run has too few ticks to avoid overfitting."""
 
 
 class RssmForecaster(EnsembleForecaster):
-    """An ensemble of 3, GRU state 256, categorical state 32 x 32."""
+    """An ensemble of 3 recurrent state-space models: GRU state 256, categorical state 32 x 32."""
 
     kind: ClassVar[str] = "rssm"
     _state = ("_steps_until_training",)
@@ -48,7 +48,7 @@ class RssmForecaster(EnsembleForecaster):
     num_members = NUM_MEMBERS
     lr = 1e-4
     scratch_bytes = 4 * NUM_MEMBERS * _BATCH * (_SEEN_TICKS + _UNSEEN_TICKS) * 12 * cell.STOCHASTIC
-    """About 12 tensors of the stochastic state's size a tick."""
+    """Scratch: about 12 tensors of the stochastic state's size per tick."""
 
     def __init__(self, *, seed: int = 0, budget_mib: float = math.inf, total_steps: int | None = None) -> None:
         super().__init__(seed=seed, budget_mib=budget_mib, total_steps=total_steps)

@@ -4,9 +4,9 @@
     posterior(z_t | h_t, e_t), prior(z_t | h_t): 32 categoricals of 32 classes;  y_t ~ head(h_t, z_t), Gaussian
 
 After DreamerV3 (2301.04104): 1 % of every categorical is uniform, samples pass gradients straight through, the KL
-divergence is balanced between prior and posterior with free nats. Unlike there the GRU sees features too (a run is too
-short to learn them through the categoricals alone), and they are not reconstructed: the loss is all that is asked.
-What is imagined without gradients, many ticks of advance, prior, sample and head, is one op of hybridkernels, rssm_gru.
+divergence is balanced between prior and posterior with free nats. Unlike there the GRU also gets the features, as a run
+is too short to learn them through the categoricals; they are not reconstructed, as only the loss is needed. The rollout
+without gradients (many ticks of advance, prior, sample and head) is the op rssm_gru of hybridkernels.
 
 E members, B rows, H = 256, Z = 32 * 32, F features, A actions, D widths of hidden layers.
 """
@@ -28,7 +28,7 @@ STOCHASTIC = NUM_CATEGORICALS * NUM_CLASSES
 _WIDTH = 64
 FREE_NATS = 1.0
 _PRIOR_SHARE, _POSTERIOR_SHARE = 0.5, 0.1
-"""How strongly the prior is drawn to the posterior, and the posterior to the prior."""
+"""Weights of the KL terms: prior towards posterior, and posterior towards prior."""
 
 LAYERS = {
     "encoder": (NUM_FEATURES, _WIDTH),
@@ -46,7 +46,7 @@ LAYERS = {
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """State of the model."""
+    """Latent state of the model."""
 
     hidden_EBH: Tensor
     sample_EBZ: Tensor
@@ -58,7 +58,7 @@ def initial(num_members: int, num_rows: int) -> Latent:
 
 
 def advance(latent: Latent, action_EBA: Tensor, features_EBF: Tensor | None, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return the deterministic state one tick later: (E, B, H); without features where the tick is not seen."""
+    """Return the deterministic state one tick later, (E, B, H); without features for an unobserved tick."""
     # Maps of their own: in one, initial weights by fan-in would leave 4 actions unheard among 1024 classes.
     mixed = linear(latent.sample_EBZ, weights, "mix") + linear(action_EBA, weights, "action")
     if features_EBF is not None:
@@ -72,18 +72,18 @@ def probabilities_of(logits_EBZ: Tensor) -> Tensor:
 
 
 def prior(hidden_EBH: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return the probabilities of the next state, unseen."""
+    """Return the probabilities of the next state without its features."""
     return probabilities_of(linear(hidden_EBH, weights, "prior"))
 
 
 def posterior(hidden_EBH: Tensor, features_EBF: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return the probabilities of the state, its features seen."""
+    """Return the probabilities of the state given its features."""
     seen = silu(linear(features_EBF, weights, "encoder"))
     return probabilities_of(linear(torch.cat([hidden_EBH, seen], -1), weights, "posterior"))
 
 
 def sample(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw one class of each categorical, one-hot, gradients straight through: (E, B, Z)."""
+    """Sample one class of each categorical, one-hot with straight-through gradients: (E, B, Z)."""
     classes = draw_classes(probabilities.detach(), torch.rand(probabilities.shape[:-1], generator=generator))
     one_hot = torch.nn.functional.one_hot(classes, NUM_CLASSES).float()
     return (one_hot + probabilities - probabilities.detach()).flatten(-2)

@@ -1,11 +1,11 @@
 """A run in ticks of 25 steps: what the learned forecasters train on.
 
-Of each tick the replay keeps the encoded state at its end, its mean loss, its learning rate, and the level and trend of
-the exponential baseline (ema.py) at its end. The learned forecasters correct that baseline, relative to its level:
+The replay stores for each tick its final encoded state, mean loss, learning rate, and the final level and trend of the
+exponential baseline (ema.py). The learned forecasters correct that baseline, relative to its level:
 
 y_ij = gain (loss_(i+j) - base_ij) / level_i,  base_ij = level_i + trend_i reach((j - 1/2) ticks),  j >= 1;
 
-a model that knows nothing answers 0 and is the baseline. T ticks, F features.
+an untrained model answers 0 and equals the baseline. T ticks, F features.
 """
 
 from collections.abc import Sequence
@@ -30,24 +30,24 @@ from hybridtrain.phase import Phase
 
 TICK_STEPS = 25
 GAIN = 20.0
-"""Corrections are some hundredths of the loss; this brings them to unit size."""
+"""Factor on corrections, which are hundredths of the loss, to unit size."""
 NUM_ACTIONS = 4
 _CAPACITY = 512
-"""Ticks that a replay keeps."""
+"""Ticks of a full replay."""
 _LOSS, _LEVEL, _TREND, _LOG_LR, _PREDICTED, _NUM_SCALARS = 0, 1, 2, 3, 4, 5
 REPLAY_BYTES = 2 * 4 * _CAPACITY * (NUM_FEATURES + _NUM_SCALARS)
-"""Of a full replay; appending makes a second copy for a moment."""
+"""Bytes of a full replay; appending doubles them for a moment."""
 _BETAS = (0.9, 0.95)
 """Decay rates of the optimizer's moments, for the bias corrections."""
 _PHASE_STEPS = 100
-"""Length that makes the position within a phase 1."""
+"""Phase length that scales the position within a phase to 1."""
 _SMALLEST_LR = 1e-12
 _TARGET_LIMIT = 4.0
-"""Of y, a fifth of the loss: beyond lies the first fall of a run, which would drown what is to be learned."""
+"""Limit of y, a fifth of the loss: the first fall of a run is larger and would dominate training."""
 _FIRST_ORIGIN = 4
-"""Ticks before it are the start of the run, of which nothing later is like."""
+"""Ticks of a run's start, which later ticks do not resemble."""
 _LR_GAIN = 5.0
-"""Of changes of ln lr within one tick, which are some hundredths."""
+"""Factor on changes of ln lr within one tick, which are some hundredths."""
 
 
 class _Ring(Stateful):
@@ -59,7 +59,7 @@ class _Ring(Stateful):
         self._size = size
         self._values = np.zeros(2 * size, dtype=np.float32)
         self.count = 0
-        """Of values that were ever pushed."""
+        """Number of values pushed so far."""
 
     def push(self, value: float) -> None:
         if self.count == 0:
@@ -69,13 +69,13 @@ class _Ring(Stateful):
         self.count += 1
 
     def latest(self) -> Tensor:
-        """Return the values, oldest first; those not yet known repeat the first one."""
+        """Return the values, oldest first; missing ones repeat the first."""
         start = self.count % self._size
         return torch.from_numpy(self._values[start : start + self._size])
 
 
 class StateEncoder(Stateful):
-    """Ring buffers of a run's recent scalars, encoded on demand."""
+    """Ring buffers of a run's recent scalars, encoded when needed."""
 
     _state = ("_losses", "_norms", "_step", "_lr", "_phase", "_steps_in_phase", "_moments")
 
@@ -88,7 +88,7 @@ class StateEncoder(Stateful):
         self._moments = [0.0] * NUM_MOMENT_STATISTICS
 
     def observe(self, signal: TrainingSignal) -> None:
-        """Take in one true step; a gradient norm that is not known repeats the last one."""
+        """Add one true step; an unknown gradient norm repeats the last one."""
         self._losses.push(signal.loss)
         if signal.grad_norm is not None:
             self._norms.push(signal.grad_norm)
@@ -120,14 +120,14 @@ class TickReplay(Stateful):
         self.features_TF = torch.zeros(0, NUM_FEATURES)
         self._scalars = torch.zeros(0, _NUM_SCALARS)
         self._open = [0.0] * 4
-        """Of the tick that is not over: steps, sum of losses, sum of ln lr, predicted steps."""
+        """Sums of the current tick: steps, losses, ln lr, predicted steps."""
         self.peak_log_lr = -30.0
 
     def __len__(self) -> int:
         return len(self._scalars)
 
     def observe(self, signal: TrainingSignal) -> bool:
-        """Take in one true step; return whether it ended a tick."""
+        """Add one true step; return whether it ended a tick."""
         self.encoder.observe(signal)
         self.base.observe(signal)
         log_lr = float(torch.tensor(max(signal.lr, _SMALLEST_LR)).log())
@@ -144,7 +144,7 @@ class TickReplay(Stateful):
         return True
 
     def past_actions(self, ticks: Tensor, elapsed: Tensor) -> Tensor:
-        """Return the actions of ticks that are over; ``ticks`` holds indices, the one before the first included."""
+        """Return the actions of past ticks; ``ticks`` are indices that include the one before the first."""
         ticks = ticks.clamp(0, len(self) - 1)
         return self._actions(self._scalars[ticks, _LOG_LR], self._scalars[ticks, _PREDICTED], elapsed)
 
@@ -166,13 +166,13 @@ class TickReplay(Stateful):
         return actions.clamp(-8, 8)
 
     def draw_origins(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draw ticks to forecast from, at least one tick before the last; later ones more often."""
+        """Draw origins of forecasts, at least one tick before the last, later ones more often."""
         first, last = min(_FIRST_ORIGIN, len(self) - 2), len(self) - 2
         place = torch.rand(shape, generator=generator).sqrt()
         return (first + place * (last - first + 1)).long().clamp_max(last)
 
     def targets(self, origins: Tensor, num_ticks: int) -> tuple[Tensor, Tensor]:
-        """Return y for ticks 1 to ``num_ticks`` after each origin, and whether they are over: (..., num_ticks)."""
+        """Return y for ticks 1 to ``num_ticks`` after each origin, and whether they are complete: (..., num_ticks)."""
         offsets = torch.arange(1, num_ticks + 1)
         wanted = origins[..., None] + offsets
         over = wanted < len(self)

@@ -12,7 +12,7 @@ from hybridtrain.trainer import Trainer
 
 
 class Linear(WeightPredictor):
-    """w = w + a (w - anchor), a in units of the last K steps' displacement.
+    """Extrapolates: w = w + a (w - anchor), with a in units of the last K steps' displacement.
 
     The anchor's place keeps the move, so that it can be undone.
     """
@@ -26,15 +26,15 @@ class Linear(WeightPredictor):
         self._has_anchor = False
         self._full_steps = 1
         self._num_pieces = 0
-        """Of the jump whose move is in the anchor's place."""
+        """Pieces of the jump whose change is in the anchor's memory."""
 
     def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
-        """Return a K; 0 before there is an anchor."""
-        assert number > 0, "steps are counted from 1"
+        """Return K as the number of predicted steps; 0 before there is an anchor."""
+        assert number > 0, "steps are numbered from 1"
         self._full_steps = full_steps
         return scale * self._strength * full_steps if self._has_anchor else 0.0
 
-    def begin_block(self) -> None:
+    def begin_round(self) -> None:
         """Set the anchor."""
 
         def work(swept: ParameterSlice) -> None:
@@ -44,7 +44,7 @@ class Linear(WeightPredictor):
         self._has_anchor = True
 
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
-        """Move all weights away from the anchor; a later piece of a jump repeats the first one's move."""
+        """Move all weights away from the anchor; a later piece of a jump repeats the first piece's change."""
         norm = MoveNorm.zero(self._trainer.transfer.device)
         strength = predicted_steps / self._full_steps
         is_first = self._has_anchor
@@ -63,8 +63,8 @@ class Linear(WeightPredictor):
         return Jump(self._trainer.steps_done, predicted_steps, lr, self._rms(norm) / lr if lr else 0.0)
 
     def undo(self, jump: Jump) -> None:
-        """Undo the last jump: subtract the kept move."""
-        assert jump.step == self._trainer.steps_done, "before another true step"
+        """Roll back the last jump: subtract the kept change."""
+        assert jump.step == self._trainer.steps_done, "rollback after another true step"
 
         def work(swept: ParameterSlice) -> None:
             swept.weight.value.sub_(swept.extra[0].load(), alpha=self._num_pieces)

@@ -1,4 +1,4 @@
-"""A jump along the slow average of the gradients: the one predictor with a measured gain over a tuned AdamW."""
+"""A jump along the slow average of the gradients: the only predictor with a measured gain over a tuned AdamW."""
 
 import math
 from functools import partial
@@ -16,21 +16,21 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 
 _FIRST_RMS = 0.15
-"""Assumed before the first jump: 0.13 to 0.16 was seen there."""
+"""RMS of one predicted step before the first jump; 0.13 to 0.16 was measured."""
 _SMALLEST_RMS = 1e-6
 _BETA1 = 0.9
-"""The average's first decay where the optimizer has no first moment."""
+"""Initial decay of the average if the optimizer has no first moment."""
 _FULL_MOVE_STEPS = 10
 
 
 class SlowGradient(WeightPredictor):
-    """w = w - lr P s / (sqrt(vhat) + eps); undone by adding the same, as s, v and lr are unchanged.
+    """w = w - lr P s / (sqrt(vhat) + eps). Rollback adds the same, as s, v and lr are unchanged.
 
-    Where the plan drops v in PREDICT, s averages gradients that were divided already, and w = w - lr P s.
+    If the plan drops v in PREDICT, s averages already divided gradients, and w = w - lr P s.
 
-    ``max_move`` bounds the root mean square of a jump after at least 10 true steps, at the end of the ramp, in learning
-    rates: a trust region that grows like alpha, so that no alpha, K or decay makes jumps larger than good ones.
-    ``max_relative_move`` does the same over the root mean square of the weights, against too high learning rates.
+    ``max_move`` is the trust region: the RMS limit of a jump in learning rates, after at least 10 true steps at the end
+    of the ramp. It grows like alpha, so that no alpha, K or decay exceeds it. ``max_relative_move`` limits it relative
+    to the RMS of the weights, against too high learning rates.
     """
 
     kind: ClassVar[str] = "slow_gradient"
@@ -42,12 +42,12 @@ class SlowGradient(WeightPredictor):
         self._slow = config.slow.within_bounds(self._total_steps) if config.guard else config.slow
         self._max_move, self._max_relative_move = config.max_move, config.max_relative_move
         self._weight_rms = 0.0
-        """Before the last jump; 0 before the first."""
+        """RMS of the weights before the last jump; 0 before the first."""
         self._rms_of_one = _FIRST_RMS
-        """Of one predicted step of the last jump, in learning rates."""
+        """RMS of one predicted step of the last jump, in learning rates."""
         self._jumped_at = -1
         self._piece = 0
-        """Of a jump in pieces: each is rounded by other random numbers."""
+        """Number of the piece of a jump; each has its own random numbers."""
         in_predict = trainer.memory_plan.for_phase(Phase.PREDICT)
         self._normalizes = in_predict.optim_state.placement is Placement.DROPPED
 
@@ -58,7 +58,7 @@ class SlowGradient(WeightPredictor):
         return self._step(beta, predicted_steps) if predicted_steps else SlowStep(beta, normalizes=self._normalizes)
 
     def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
-        """Return alpha K, shortened where the last jump says that the weights would move too far."""
+        """Return alpha K, shortened to the trust region."""
         total = self._total_steps
         steps = full_steps * self._slow.alpha_at(number, total)
         limit = self._max_move * min(1.0, number / total) * min(full_steps, _FULL_MOVE_STEPS) / _FULL_MOVE_STEPS
@@ -76,11 +76,11 @@ class SlowGradient(WeightPredictor):
         return self._made(step, lr)
 
     def fused_jump(self, step: SlowStep, lr: float) -> Jump:
-        """Return the jump that the update did."""
+        """Return the jump that the update applied."""
         return self._made(step, lr)
 
     def undo(self, jump: Jump) -> None:
-        """Undo the last jump: add what was subtracted."""
+        """Roll back the last jump: add what was subtracted."""
         self._pass(-jump.predicted_steps * jump.lr, None, None)
 
     def _pass(self, lr_steps: float, step: SlowStep | None, rollback: RollbackCopy | None) -> None:
@@ -108,12 +108,12 @@ class SlowGradient(WeightPredictor):
         return super().state_dict() | ({"normalizes": True} if self._normalizes else {})
 
     def load_state_dict(self, state: State) -> None:
-        """Restore a saved predictor's state; raises ``ValueError`` where its average is of other gradients."""
+        """Restore the state; raises ``ValueError`` if its average is of the other kind of gradients."""
         if bool(state.get("normalizes")) is not self._normalizes:
             kept = "'drop'" if state.get("normalizes") else "another value than 'drop'"
             raise ValueError(
-                f"slow average: it was saved under predict_memory's optimizer_state of {kept}, and means something "
-                "else; resume with that, or start a new run"
+                f"slow average: saved with predict_memory's optimizer_state of {kept}, which this run changes; resume "
+                f"with that value, or start a new run"
             )
         super().load_state_dict(state)
 
@@ -123,8 +123,8 @@ class SlowGradient(WeightPredictor):
         return SlowStep(beta, predicted_steps, MoveNorm.zero(device), MoveNorm.zero(device))
 
     def _made(self, step: SlowStep, lr: float) -> Jump:
-        assert step.norm is not None, "a jump counts its size"
-        assert step.weight_norm is not None, "and that of the weights"
+        assert step.norm is not None, "a jump without a measured size"
+        assert step.weight_norm is not None, "a jump without the weights' size"
         moved, weights = self._rms(step.norm), self._rms(step.weight_norm)
         rms = moved / lr if lr else 0.0
         if math.isfinite(rms):

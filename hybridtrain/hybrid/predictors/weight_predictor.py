@@ -1,4 +1,4 @@
-"""The base of weight predictors, which have a file each. P predicted steps, K true steps of a block."""
+"""Base class of weight predictors. P predicted steps, K true steps of a round."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ class Jump:
     """One applied PREDICT phase."""
 
     step: int
-    """True steps done before it."""
+    """True steps before it."""
     predicted_steps: float
     lr: float
-    """Of the last true step."""
+    """Learning rate of the last true step."""
     rms: float
-    """Root mean square of the weights' move, in learning rates; NaN in a dry run."""
+    """RMS of the weight change, in learning rates; NaN in a dry run."""
     num_forwards: int = 0
     """Forward passes on probe batches between its pieces."""
 
 
 class WeightPredictor(Stateful, ABC):
-    """Remembers the trajectory in what the trainer's stack keeps for it, and moves along it."""
+    """Records the weights' trajectory in the trainer's extra state, and extrapolates it."""
 
     kind: ClassVar[str]
 
@@ -36,28 +36,28 @@ class WeightPredictor(Stateful, ABC):
         self._trainer = trainer
 
     def slow_step(self, number: int, predicted_steps: float = 0.0) -> SlowStep | None:
-        """Return the predictor's part of the update of true step ``number``, the jump included; None: it has none."""
-        assert not predicted_steps, f"step {number}: a jump of '{self.kind}' is no part of an update"
+        """Return the predictor's work in the update of true step ``number``, jump included; None: none."""
+        assert not predicted_steps, f"step {number}: predictor '{self.kind}' cannot jump within an update"
         return None
 
     @abstractmethod
     def steps_of_jump(self, number: int, full_steps: int, scale: float) -> float:
-        """Return P of the jump after true step ``number``; ``scale`` is the controller's, 1 unless it is careful."""
+        """Return P of the jump after true step ``number``; ``scale`` is the controller's strength factor."""
 
-    def begin_block(self) -> None:  # most remember nothing of it
-        """Note that the first true step of a block was applied."""
+    def begin_round(self) -> None:  # most remember nothing of it
+        """Note that the first true step of a round was applied."""
 
     @abstractmethod
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
-        """Move all weights; moments stay as they are."""
+        """Move all weights; optimizer moments stay unchanged."""
 
     def fused_jump(self, step: SlowStep, lr: float) -> Jump:
-        """Return the jump that the update did with ``step``."""
-        raise AssertionError(f"{step} at {lr}: a jump of '{self.kind}' is no part of an update")
+        """Return the jump that the update applied with ``step``."""
+        raise AssertionError(f"{step} at {lr}: predictor '{self.kind}' cannot jump within an update")
 
     @abstractmethod
     def undo(self, jump: Jump) -> None:
-        """Undo the last jump, before another true step."""
+        """Roll back the last jump, before another true step."""
 
     def _rms(self, norm: MoveNorm) -> float:
         """Return the root mean square over all weights; waits for the device, NaN in a dry run."""

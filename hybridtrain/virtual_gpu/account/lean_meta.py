@@ -1,8 +1,7 @@
-"""Lean dispatch of meta tensors, without the work that only real ones need.
+"""Faster dispatch of meta tensors, without work that only real tensors need.
 
-Rules ask torch._dynamo to skip them, which imports it (1.4 s). They ask sympy whether their checks hold (0.4 s),
-which they know themselves as long as no size is a symbol. A custom op passes functions of Python's for autograd's sake
-on its way to dispatch modes: none has anything to do where no gradient is asked for.
+Meta rules import torch._dynamo (1.4 s) and evaluate their checks in sympy (0.4 s), which concrete sizes do not need.
+Custom ops pass through autograd's Python functions, which do nothing without gradients.
 """
 
 import sys
@@ -17,16 +16,16 @@ from torch._compile import _disable_dynamo
 from torch._library.custom_ops import CustomOpDef
 
 _MARK = "__dynamo_disable"
-"""Where torch's decorator keeps what it calls, once dynamo has made it."""
+"""Attribute under which torch's decorator stores the wrapped function, once dynamo exists."""
 _RULES = ("torch._refs", "torch._decomp", "torch._prims", "torch._meta_registrations")
 _DECORATED = _disable_dynamo(lambda: None).__code__
 
 
 @contextmanager
-def lean_meta_rules() -> Iterator[None]:
+def bypass_meta_wrappers() -> Iterator[None]:
     """Bypass torch's wrappers around meta rules and ops inside the block.
 
-    Has no effect where another torch lacks these wrappers.
+    Without effect in a torch version without these wrappers.
     """
     marked = [] if "torch._dynamo" in sys.modules else _unmarked_rules()
     for rule in marked:

@@ -1,7 +1,7 @@
 """A ledger of every storage: its allocator, purpose, bytes and lifetime.
 
 It watches the dispatcher, so it sees the same ops on meta tensors (a dry run), on the CPU (a run with real arithmetic)
-and on CUDA. The rule not to break: storages are watched through weak references, and the ledger never keeps one alive.
+and on CUDA. Invariant: storages are watched through weak references; the ledger keeps none alive.
 """
 
 import weakref
@@ -24,39 +24,40 @@ from hybridtrain.virtual_gpu.account.op_rules import (
     MetaCache,
     Op,
     OpKey,
+    ScratchRule,
     count_bytes,
     count_flops,
     op_key,
     scratch_bytes,
     tensors_in,
 )
-from hybridtrain.virtual_gpu.account.repeated_work import GraphPieces, Held, Piece, Result, Work
+from hybridtrain.virtual_gpu.account.repeated_work import GraphPieces, PendingBackward, Piece, Result, Work
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
-    """One op as the dispatcher saw it."""
+    """One op, as seen by the dispatcher."""
 
     name: str
     event: int
-    """Events recorded before it; its outputs come next."""
+    """Number of events before it; its outputs follow."""
     stage: Stage
     unit: str
     is_matmul: bool
     flops: int
-    """Floating point operations by torch's flop counter; 0 for everything that is no matmul or attention."""
+    """Floating point operations by torch's flop counter; 0 except for matmuls and attention."""
     bytes_moved: int
     """Bytes of inputs and outputs."""
     dtype: str
-    """Element type of the first floating point operand."""
+    """Dtype of the first floating-point operand."""
     lane: Lane = Lane.COMPUTE
     waits: tuple[int, ...] = ()
-    """Numbers of earlier ops, on other lanes, that must be done before this one starts."""
+    """Numbers of earlier ops on other lanes that must complete first."""
     shape: tuple[int, int, int] | None = None
-    """Rows, columns and inner dimension of a matmul; the rows of a batch count together."""
+    """Rows, columns and inner dimension of a matmul; rows of a batch are added."""
     link_seconds: float = 0.0
-    """Seconds for which a collective occupies the link."""
+    """Seconds that a collective occupies the link."""
 
 
 def _placed(record: OpRecord, event: int, stage: Stage, unit: str, waits: tuple[int, ...]) -> OpRecord:
@@ -77,7 +78,7 @@ class StepMark:
 
 @dataclass(frozen=True, slots=True)
 class LedgerTrace:
-    """The whole story. A storage is its index; an event is ``index`` for an allocation and ``~index`` for a release."""
+    """Complete record of a run. An event is a storage's ``index`` for its allocation and ``~index`` for its release."""
 
     sizes: tuple[int, ...]
     """Bytes of each storage, as requested."""
@@ -87,11 +88,11 @@ class LedgerTrace:
     events: tuple[int, ...]
     ops: tuple[OpRecord, ...]
     steps: tuple[StepMark, ...]
-    """Where each optimizer step begins."""
+    """The beginning of each optimizer step."""
     cache_releases: tuple[int, ...] = ()
-    """Events before which the caching allocator was emptied."""
+    """Events before which the allocator's cache was emptied."""
     streams: tuple[int, ...] = ()
-    """Stream of each storage's allocation, whose cache serves no other; empty: all on the first."""
+    """Stream of each storage's allocation; the allocator's cache is per stream. Empty: all on the first."""
 
     def stream_of(self, storage: int) -> int:
         """Return the stream that a storage was allocated on."""
@@ -126,7 +127,7 @@ class Peak:
 
 
 def find_peak(trace: LedgerTrace, events: range) -> Peak:
-    """Return the first moment of greatest live bytes within ``events``, and their holders.
+    """Return the first moment of most live bytes within ``events``, with their holders.
 
     >>> with StorageLedger() as ledger:
     ...     ledger.begin_step()
@@ -147,7 +148,7 @@ def find_peak(trace: LedgerTrace, events: range) -> Peak:
 def holders(
     trace: LedgerTrace, event: int, sizes: Mapping[int, int] | None = None
 ) -> tuple[dict[TensorClass, int], dict[tuple[TensorClass, str], int]]:
-    """Return live bytes by class, and by class and unit, right after ``event``; ``sizes`` may be those of blocks."""
+    """Return live bytes by class, and by class and unit, right after ``event``; ``sizes`` may be block sizes."""
     taken = trace.sizes if sizes is None else sizes
     alive: dict[int, None] = {}
     for entry in trace.events[: event + 1]:
@@ -173,8 +174,8 @@ _DEFAULT_CLASS = {
 
 
 _META_CACHES: defaultdict[torch.dtype, MetaCache] = defaultdict(MetaCache)
-"""By the default type, one for all ledgers: what an op returns does not depend on who watches, and a search runs many
-small models dry."""
+"""Caches by default dtype, shared by all ledgers: an op's results do not depend on the ledger, and a search plans many
+small models."""
 
 
 _TAPE = (
@@ -195,21 +196,23 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         (6000, (4000, 2000), ('block.0', 'block.0'))
 
     Args:
-        record: Keep every event and op for ``trace()``; without it only ``live_bytes`` and ``peak_bytes`` are kept,
-            which a training run of any length can afford.
-        device: Count only what lives on this type of device (``meta``, ``cpu``, ``cuda``); None: everything.
+        record: Keep every event and op for ``trace()``; otherwise only ``live_bytes`` and ``peak_bytes``, for training
+        runs of any length.
+        device: Device type to count (``meta``, ``cpu``, ``cuda``); None: all.
     """
 
     def __init__(self, *, record: bool = True, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.scratch_rules: dict[Op, ScratchRule] = {}
+        """Before registered ones: of ops whose scratch depends on the card."""
         self._record = record
         self._device = device
         self._known_ops: dict[OpKey, OpRecord] = {}
         self._meta_cache = _META_CACHES[torch.get_default_dtype()]
         self._pieces: dict[Hashable, Piece | None] = {}
-        """None: work that must be done each time."""
+        """None: work that cannot be recorded."""
         self._graphs: dict[Hashable, GraphPieces | None] = {}
         self._next_index = 0
         self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # address -> index, bytes, ref
@@ -243,13 +246,17 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         event = len(self._events)
         for tensor in tensors_in([out]):
             self.enter(tensor)
-        scratch = scratch_bytes(func, args)
+        scratch = self._scratch_bytes(func, args)
         if scratch:
             self._release(self._allocate(scratch, Stage.UPDATE), scratch)
         if self._record and (self._device is None or self._is_counted(args, kwargs, out)):
             self._last_compute = len(self._ops)
             self._ops.append(self._remembered_record(key, func, args, kwargs, out, event))
         return out
+
+    def _scratch_bytes(self, func: Op, args: Args) -> int:
+        rule = self.scratch_rules.get(func)
+        return scratch_bytes(func, args) if rule is None else rule(args)
 
     @contextmanager
     def region(self, stage: Stage, unit: str) -> Iterator[None]:
@@ -262,16 +269,16 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._stage, self._unit = outer
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
-        """Give the storage of ``tensor`` a class and unit, from its allocation on."""
+        """Set class and unit of the storage of ``tensor``, from its allocation on."""
         found = self._alive.get(tensor.untyped_storage()._cdata)
         if found is not None and self._record:
             self._classes[found[0]] = tensor_class
             self._units[found[0]] = unit
 
     def repeat(self, work: Work) -> tuple[Tensor, ...]:
-        """Do work, or record its earlier effect again where no operand has values; return its results.
+        """Do work, or repeat its recorded effect if no operand has values; return its results.
 
-        Of tensors that it makes only its results may outlive it.
+        Only its results may outlive it.
         """
         key = work.full_key(self._stage) if self._record else None
         if key is None:
@@ -283,10 +290,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pieces.setdefault(key, None if piece is None or piece.kept else piece)
         return results
 
-    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], Held | None]:
-        """Do work that keeps tensors for ``repeat_backward``, or record its earlier effect again.
+    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], PendingBackward | None]:
+        """Do work that keeps tensors for ``repeat_backward``, or repeat its recorded effect.
 
-        It is only recorded where its backward pass is known; the results then have no graph.
+        It is repeated only if its backward pass was recorded too; the results then have no graph.
         """
         key = work.full_key(self._stage) if self._record else None
         if key is None:
@@ -294,27 +301,27 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._graphs.get(key)
         if known is not None and known.backward:
             results, kept = self._write_down(known.forward, work)
-            return results, Held(key, work, known, kept, is_written=True)
+            return results, PendingBackward(key, work, known, kept, is_written=True)
         results, piece, kept = self._learn(work)
         if key not in self._graphs and piece is not None:
             known = self._graphs[key] = GraphPieces(piece)
         if known is None or known.forward != piece:  # something decides that is not in the key
             self._graphs[key] = None
             return results, None
-        return results, Held(key, work, known, kept, is_written=False)
+        return results, PendingBackward(key, work, known, kept, is_written=False)
 
     def repeat_backward(
         self,
-        held: Held | None,
+        held: PendingBackward | None,
         operands: Sequence[Tensor],
         differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
         """Run or record the backward pass of ``repeat_forward``, releasing its tensors; return the results.
 
         Args:
-            held: What ``repeat_forward`` returned.
-            operands: On which it depends beside what was kept.
-            differentiate: Gets the results of a forward pass that had to be done once more, else nothing.
+            held: The result of ``repeat_forward``.
+            operands: Tensors that it depends on besides kept ones.
+            differentiate: Called with the results of a repeated forward pass, else with none.
         """
         if held is None:
             return differentiate(())
@@ -381,7 +388,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results, piece, kept
 
     def _learn_apart(
-        self, held: Held, operands: Sequence[Tensor], differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+        self,
+        held: PendingBackward,
+        operands: Sequence[Tensor],
+        differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
     ) -> Piece:
         """Do both passes uncounted; return the effect of the backward pass."""
         mark = held.work.mark()
@@ -441,7 +451,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Do nothing: the op itself is counted."""
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
-        """Record a copy, or arithmetic of the host, beside the compute lane."""
+        """Record a copy, or CPU work, in parallel to the compute lane."""
         if self._record:
             self._ops.append(
                 OpRecord(
@@ -474,7 +484,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )  # fmt: skip
 
     def enter(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor`` from now on, unless it is counted already; ops' results are entered so."""
+        """Count the storage of ``tensor`` from now on, unless it is counted already."""
         if self._device is not None and tensor.device.type != self._device:
             return
         storage = tensor.untyped_storage()

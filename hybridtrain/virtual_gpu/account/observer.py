@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.repeated_work import Held, Work
+from hybridtrain.virtual_gpu.account.repeated_work import PendingBackward, Work
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 
@@ -24,23 +24,23 @@ class Stage(StrEnum):
 
 
 class Lane(StrEnum):
-    """Lanes that run in parallel: each works in order, and waits for others only where recorded."""
+    """Parallel lanes: each works in order, and waits for others only where recorded."""
 
     COMPUTE = "compute"
     COPY_IN = "copy in"
     COPY_OUT = "copy out"
     HOST = "host"
-    """Arithmetic of the processor."""
+    """CPU arithmetic."""
     DISK = "disk"
     LINK = "link"
-    """Collectives of many cards, and what a card does on streams beside its own for them."""
+    """Collectives between cards, and their side-stream work."""
 
 
 class MemoryObserver(Protocol):
     """Observes the progress of a step and the purpose of its tensors. The methods here count nothing."""
 
     def region(self, stage: Stage, unit: str) -> AbstractContextManager[None]:
-        """Assign what follows to ``stage`` of ``unit``."""
+        """Assign the following work to ``stage`` of ``unit``."""
         return nullcontext()
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
@@ -48,31 +48,31 @@ class MemoryObserver(Protocol):
         return
 
     def repeat(self, work: Work) -> tuple[Tensor, ...]:
-        """Do work of whose tensors none but its results outlives it, and return these.
+        """Do work whose results alone outlive it; return them.
 
-        Where there are no values, what it did the last time may be written down in its place.
+        Without values its recorded effect may be repeated instead.
         """
         return work.do()
 
-    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], Held | None]:
+    def repeat_forward(self, work: Work) -> tuple[tuple[Tensor, ...], PendingBackward | None]:
         """Do work that keeps tensors until ``repeat_backward``; results may have no graph."""
         return work.do(), None
 
     def repeat_backward(
         self,
-        held: Held | None,
+        held: PendingBackward | None,
         operands: Sequence[Tensor],
         differentiate: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
     ) -> tuple[Tensor, ...]:
-        """Do the backward pass; ``differentiate`` gets the results of a forward pass only if that was done again."""
+        """Do the backward pass; ``differentiate`` gets the results of a repeated forward pass, else none."""
         return differentiate(())
 
     def cast(self, source: torch.dtype, target: torch.dtype, num_elements: int) -> None:
-        """Record a copy of values to another element type, or to the same one."""
+        """Record a cast (or copy) of values."""
         return
 
     def work(self, lane: Lane, num_bytes: int, waits: Sequence[int]) -> int:
-        """Record a transfer on ``lane`` after the named ops; return the number of this op."""
+        """Record a transfer on ``lane`` after the given ops; return its number."""
         return 0
 
     def mark(self) -> int:

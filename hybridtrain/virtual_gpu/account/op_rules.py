@@ -17,22 +17,22 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _ATEN = torch.ops.aten
 _SAME_FLOPS = {_ATEN.addmm_: _ATEN.addmm}
-"""Ops that torch's flop counter does not know, by one that it does."""
+"""Ops unknown to torch's flop counter -> equivalent known ops."""
 _ROW_OPS = frozenset({_ATEN.embedding.default, _ATEN.gather.default, _ATEN.nll_loss_forward.default})
 """Ops that read single rows or elements of their first operand."""
 MATMUL_OPS = frozenset({_ATEN.mm.default, _ATEN.mm.out, _ATEN.addmm.default, _ATEN.addmm_.default, _ATEN.bmm.default})
-"""Ops that make cuBLAS take its workspace."""
+"""Ops that allocate cuBLAS's workspace."""
 
 
 def count_flops(func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
-    """Return floating point operations by torch's flop counter; 0 for everything that is no matmul or attention."""
+    """Return floating point operations by torch's flop counter; 0 except for matmuls and attention."""
     packet = func._overloadpacket
     formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
 
 def count_bytes(func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
-    """Return bytes read and written: every operand once, a changed operand twice, every new output once."""
+    """Return bytes read and written: operands once, changed operands twice, new outputs once."""
     if "empty" in func._schema.name or func is _ATEN._unsafe_view.default:
         return 0
     outputs = sum(tensor.nbytes for tensor in tensors_in([out]))
@@ -61,15 +61,15 @@ def written_tensors(func: Op, args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 
 ScratchRule = Callable[[Sequence[Any]], int]
-"""Bytes of scratch by the op's positional arguments."""
+"""Positional arguments of an op -> bytes of scratch."""
 _SCRATCH_RULES: dict[Op, ScratchRule] = {}
 
 
 def register_scratch(func: Op, rule: ScratchRule) -> None:
-    """Register the scratch that a CUDA kernel allocates inside one op, unseen by the dispatcher.
+    """Register the scratch that a CUDA kernel allocates inside an op, unseen by the dispatcher.
 
-    The rule is the kernel's own. It is counted on every device, so that a CPU run, a dry run and a plan speak of the
-    same bytes. Whoever owns an op registers its rule once, beside the op or where it is used:
+    It is counted on every device, so that a CPU run, a dry run and a plan have equal bytes. Register it once, beside
+    the op or its use:
 
         register_scratch(torch.ops.mylib.sort.default, lambda args: 2 * args[0].nbytes)
 
@@ -77,7 +77,7 @@ def register_scratch(func: Op, rule: ScratchRule) -> None:
         ValueError: The op has another rule already.
     """
     if _SCRATCH_RULES.setdefault(func, rule) is not rule:
-        raise ValueError(f"{func}: its scratch has a rule already; an op has one; register it in one place.")
+        raise ValueError(f"{func}: the op has a scratch rule already; register it only once.")
 
 
 def scratch_bytes(func: Op, args: Sequence[Any]) -> int:
@@ -88,28 +88,27 @@ def scratch_bytes(func: Op, args: Sequence[Any]) -> int:
 
 OpKey = tuple[Hashable, ...]
 _Answer = Callable[[Args, Kwargs], Any]
-"""Makes an op's results from its arguments."""
+"""An op's arguments -> its results on the meta device."""
 _NUMBERS = frozenset({float, int})
 _DRAWN = _ATEN.normal_.default
-"""Known from the start: torch's own rule for meta tensors imports torch._dynamo, a second of a dry run."""
+"""Built-in results, as torch's own meta rule imports torch._dynamo, which takes a second."""
 
 
 class MetaCache:
-    """Cache of ops' results on meta tensors, where the same few shapes come up thousands of times.
+    """Cache of ops' results on meta tensors, whose few shapes occur thousands of times.
 
-    Only shapes, strides and dtypes are remembered, and only of ops that return nothing of their inputs' memory but an
-    operand whose values they changed; a remembered op makes the same storages in the same order as the op itself.
-    No more than ``MOST`` are remembered.
+    Shapes, strides and dtypes are cached, for ops without views (in-place ops may return their operand). A cached op
+    makes the same storages in the same order. At most ``MOST`` are cached.
     """
 
     MOST = 1 << 16
 
     def __init__(self) -> None:
         self._known: dict[OpKey, _Answer | None] = {}
-        """None: an op that must be called each time."""
+        """None: an op that cannot be cached."""
 
     def call(self, func: Op, args: Args, kwargs: Kwargs, key: OpKey | None = None) -> Any:
-        """Return ``func(*args, **kwargs)``; ``key`` is its ``op_key``, where it is known already."""
+        """Return ``func(*args, **kwargs)``; ``key``: its ``op_key``, if known."""
         if key is None:
             key = op_key(func, args, kwargs)
         if key is None:
@@ -137,9 +136,9 @@ class MetaCache:
 
 
 def op_key(func: Op, args: Args, kwargs: Kwargs) -> OpKey | None:
-    """Return the key of an op's results and traffic: shapes, strides, dtypes and what is no operand.
+    """Return the key of an op's results and traffic: shapes, strides, dtypes and non-tensor arguments.
 
-    None where it must be called each time: views, operands that are not on the meta device, what changes a shape.
+    None if it cannot be cached: views, non-meta operands, ops that change a shape.
     """
     operands = traits_of(func).operands
     if operands is None:
@@ -165,18 +164,18 @@ class OpTraits:
     """Traits of an op by torch's schema and tags."""
 
     func: Op
-    """Kept: its identity is the key of all that is remembered of it, for its hash is a call of Python's."""
+    """The op itself, kept because its id is the cache key (its hash would be a Python call)."""
     operands: frozenset[int | str] | None
-    """Places and names of operands: a number there decides values (a step, a rate), no shape. None: it is not
-    remembered."""
+    """Positions and names of tensor arguments, where a number affects values (a step, a rate) but not shapes. None: not
+    cached."""
     written: tuple[tuple[int, str], ...]
-    """Places and names of what it changes."""
+    """Positions and names of changed arguments."""
     is_random: bool
-    """Whether its result is drawn."""
+    """Whether its result is random."""
     is_dynamic: bool
     """Whether its result's shape may depend on values."""
     is_factory: bool
-    """Whether it makes values of no tensor; what is left uninitialized, and sparse tensors, are no values."""
+    """Whether it creates values without tensor inputs; uninitialized and sparse tensors do not count."""
 
 
 _TRAITS: dict[int, OpTraits] = {}

@@ -1,7 +1,7 @@
-"""Repeated work: its recorded effect replaces it where no tensor has values.
+"""Repeated work, whose recorded effect is replayed in dry runs.
 
-A model's blocks are alike, so a dry run computes one of them and writes down the others. A piece knows nothing of where
-it came from: storages count from its first, those of an earlier piece that it lets go come before.
+Blocks are equal, so a dry run computes one of them and repeats its record for the others. A piece is relative: its
+storages count from its first; those that it frees of an earlier piece have lower numbers.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # the ledger makes pieces
 
 
 class SharedMemory(Protocol):
-    """Memory outside of any tensor that decides what work has to do, and is changed by it."""
+    """State outside of tensors that affects work and is changed by it."""
 
     def mark(self) -> Hashable:
-        """Return the hashable state key: equal keys, equal work."""
+        """Return the hashable state key; equal keys mean equal work."""
         ...
 
     def restore(self, mark: Hashable) -> None:
@@ -34,10 +34,10 @@ class Work:
     """Repeatable work: equal keys and operand shapes imply equal effects, except for values."""
 
     do: Callable[[], tuple[Tensor, ...]]
-    """Returns new tensors."""
+    """Function that returns new tensors."""
     operands: Sequence[Tensor]
     key: Callable[[], Hashable]
-    """None: it is done each time."""
+    """Key of the work; None: it cannot be recorded."""
     memory: SharedMemory | None = None
 
     def mark(self) -> Hashable:
@@ -50,7 +50,7 @@ class Work:
             self.memory.restore(mark)
 
     def full_key(self, *more: Hashable) -> Hashable:
-        """Return the full key of the work's effect; None: it is done each time."""
+        """Return the full key of the work's effect; None: it cannot be recorded."""
         key = self.key()
         if key is None or not all(tensor.is_meta for tensor in self.operands):
             return None
@@ -60,64 +60,64 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A tensor that work gave back."""
+    """A result tensor of work."""
 
     storage: int
-    """-1: one without bytes, which is not counted."""
+    """Number of its storage; -1 for one without bytes, which is not counted."""
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
 
     def tensor(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return such a tensor of a storage on the meta device."""
+        """Return the tensor as a view of a meta storage."""
         empty = torch.empty(0, dtype=self.dtype, device="meta")
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The recorded effect of work, counted from its beginning."""
+    """The recorded effect of work, relative to its start."""
 
     inherited: int
-    """Storages of an earlier piece that are freed: numbers below this."""
+    """Number of storages of an earlier piece, some of which are freed."""
     sizes: tuple[int, ...]
     classes: tuple[TensorClass, ...]
     events: tuple[int, ...]
     ops: tuple["OpRecord", ...]
-    """Of the compute lane, of no unit; their events count from the piece's first."""
+    """Ops on the compute lane, without a unit; their events count from the piece's first."""
     results: tuple[Result, ...]
     kept: tuple[int, ...]
-    """Storages that are alive at the end and belong to no result."""
+    """Storages alive at the end that belong to no result."""
     most_bytes: int
-    """Live at once more than at the beginning."""
+    """Peak live bytes relative to the start."""
     net_bytes: int
-    """Live at the end more than at the beginning."""
+    """Live bytes at the end relative to the start."""
     mark: Hashable
     """State key of the shared memory at the end."""
 
     @property
     def lets_go(self) -> bool:
-        """Whether all storages of the earlier piece are gone at the end."""
+        """Whether all storages of the earlier piece are freed at the end."""
         return set(range(self.inherited)) <= {~entry for entry in self.events if entry < 0}
 
 
 @dataclass(slots=True)
 class GraphPieces:
-    """A forward pass, and the backward passes that it was differentiated by."""
+    """A recorded forward pass with its backward passes."""
 
     forward: Piece
     backward: dict[Hashable, Piece] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A forward pass that waits for its backward pass."""
+class PendingBackward:
+    """A forward pass whose backward pass is pending."""
 
     key: Hashable
     work: Work
     pieces: GraphPieces
     kept: tuple[int, ...]
-    """Storages of the ledger."""
+    """Its storages in the ledger."""
     is_written: bool
-    """Whether it was only recorded; else it was done, and there is a graph."""
+    """Whether it was only repeated from a record; otherwise there is a graph."""

@@ -36,7 +36,7 @@ class Slice:
     """Details shown when the slice is selected."""
 
     def __post_init__(self) -> None:
-        """Refuse times that JSON cannot hold or a viewer cannot draw."""
+        """Check that times are finite and durations not negative."""
         if not (math.isfinite(self.start_us) and 0 <= self.duration_us < math.inf):
             raise ValueError(
                 f"slice '{self.name}': start {self.start_us} us, duration {self.duration_us} us; both must "
@@ -57,7 +57,7 @@ class Counter:
     values: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        """Refuse what JSON cannot hold."""
+        """Check that numbers are finite."""
         if not all(map(math.isfinite, (self.time_us, *self.values.values()))):
             raise ValueError(
                 f"counter '{self.name}': {dict(self.values)} at {self.time_us} us; numbers must be finite; "

@@ -1,4 +1,4 @@
-"""A model of torch's CUDA caching allocator for one device: the same blocks, segments, retries and refusals.
+"""A model of torch's CUDA caching allocator for one device: equal blocks, segments, retries and out-of-memory errors.
 
 It turns a sequence of allocations and frees into allocated, active and reserved bytes without a GPU. Rules:
 ``malloc``, ``alloc_found_block``, ``free`` and ``free_block`` of ``c10/cuda/CUDACachingAllocator.cpp``, torch
@@ -37,7 +37,7 @@ _INACTIVE = BlockState.INACTIVE
 
 
 class AllocatorOutOfMemory(OutOfMemoryError):  # noqa: N818  an outcome that planners report, named like one
-    """The capacity does not hold a request, even with every cached segment given back. Fields are bytes."""
+    """A request exceeds the capacity, even with all cached segments released. Fields are bytes."""
 
     def __init__(
         self, *, requested_bytes: int, reserved_bytes: int, allocated_bytes: int, capacity_bytes: int | None
@@ -56,12 +56,12 @@ class AllocatorOutOfMemory(OutOfMemoryError):  # noqa: N818  an outcome that pla
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A run of bytes inside a segment."""
+    """A block inside a segment."""
 
     address: int
     size: int
     requested_size: int
-    """Bytes that were asked for; 0 for an inactive block."""
+    """Requested bytes; 0 for an inactive block."""
     state: BlockState
 
 
@@ -75,7 +75,7 @@ class Segment:
     is_small: bool
     is_expandable: bool
     blocks: tuple[Block, ...]
-    """By address and without gaps; the sizes sum up to ``total_size``."""
+    """Blocks by address, without gaps; their sizes add up to ``total_size``."""
 
 
 class CachingAllocator(SegmentCache):
@@ -94,7 +94,7 @@ class CachingAllocator(SegmentCache):
         capacity_bytes: Cap on the reserved bytes, as ``torch.cuda.set_per_process_memory_fraction`` sets it;
             None: no cap. CUDA's context and other libraries' memory lie outside.
         record_history: Keep every event, for snapshots.
-        place: Where new segments lie; None: rising addresses.
+        place: Placement of new segments; None: rising addresses.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class CachingAllocator(SegmentCache):
         history: list[AllocatorEvent] | None = [] if record_history else None
         super().__init__(config or AllocatorConfig(), capacity_bytes, history, place or rising())
         self.allocated_bytes = 0
-        """Sizes of the blocks in use, with what rounding and unsplit remainders add."""
+        """Sizes of blocks in use, with rounding and unsplit remainders."""
         self.requested_bytes = 0
-        """What was asked for; falls when the free completes, as in torch."""
+        """Requested bytes; fall when the free completes, as in torch."""
         self.active_bytes = 0
-        """Allocated, and freed but waiting for another stream."""
+        """Allocated bytes, plus freed blocks that wait for another stream."""
         self.inactive_split_bytes = 0
-        """Cached blocks whose segment cannot be released; expandable ranges are left out, as in torch."""
+        """Cached blocks whose segment cannot be released; without expandable ranges, as in torch."""
         self.peak_allocated_bytes = 0
         self.peak_requested_bytes = 0
         self.peak_active_bytes = 0
@@ -126,10 +126,10 @@ class CachingAllocator(SegmentCache):
         self._waiting: defaultdict[int, list[HeapBlock]] = defaultdict(list)
 
     def malloc(self, size: int, stream: int = 0) -> int:
-        """Return the address of a block for ``size`` bytes; 0, which is no block, for a size of 0.
+        """Allocate ``size`` bytes; return the block's address, or 0 (no block) for a size of 0.
 
         Raises:
-            AllocatorOutOfMemory: The capacity does not allow it even with nothing cached.
+            AllocatorOutOfMemory: The capacity is exceeded even with an empty cache.
         """
         if not 0 < size < _EXBIBYTE:
             return self._malloc_odd_size(size)
@@ -154,7 +154,7 @@ class CachingAllocator(SegmentCache):
         return block.address
 
     def free(self, address: int) -> None:
-        """Free a block; it is free at once, unless other streams used it.
+        """Free a block: at once, unless other streams used it.
 
         Raises:
             ValueError: No block in use starts at ``address``.
@@ -177,7 +177,7 @@ class CachingAllocator(SegmentCache):
         block.uses = None
 
     def record_stream(self, address: int, stream: int) -> None:
-        """Note that ``stream`` uses a block; a later free then waits for that stream.
+        """Record that ``stream`` uses a block; freeing it then waits for that stream.
 
         Raises:
             ValueError: No block in use starts at ``address``.
@@ -189,9 +189,9 @@ class CachingAllocator(SegmentCache):
             block.uses = {stream, *(block.uses or ())}
 
     def complete_stream(self, stream: int) -> None:
-        """Mark all work queued on ``stream`` as done; blocks that waited for it alone become free.
+        """Complete all work on ``stream``; blocks that waited only for it become free.
 
-        Torch notices at its next ``malloc``; no peak depends on the difference.
+        Torch does so at its next ``malloc``, which does not affect peaks.
         """
         for block in self._waiting.pop(stream, ()):
             block.pending_events -= 1
@@ -199,7 +199,7 @@ class CachingAllocator(SegmentCache):
                 self._complete_free(block)
 
     def empty_cache(self) -> None:
-        """Wait for all streams and release everything that has no user."""
+        """Wait for all streams and release all cached memory."""
         for stream in sorted(self._waiting):
             self.complete_stream(stream)
         self.release_cached()
@@ -236,9 +236,9 @@ class CachingAllocator(SegmentCache):
         self.reset_peaks()
 
     def layout(self) -> dict[int, tuple[int, BlockState]] | None:
-        """Return size and state of every block by its address; None where what follows depends on more than that.
+        """Return size and state of every block by address; None if later behaviour depends on more.
 
-        Two equal layouts answer the same requests alike, unless free blocks age or other streams are waited for.
+        Allocators with equal layouts serve equal requests equally.
         """
         if self.ages_blocks or any(self._waiting.values()):
             return None
@@ -270,8 +270,8 @@ class CachingAllocator(SegmentCache):
         block = self.heap.blocks.get(address)
         if block is None or block.state is not _ALLOCATED:
             raise ValueError(
-                f"address {address:#x}: no block in use starts here; addresses come from malloc and live "
-                "until they are freed; free each once."
+                f"address {address:#x}: no block in use starts here; pass an address that malloc "
+                "returned, and free it only once."
             )
         return block
 
@@ -287,7 +287,7 @@ class CachingAllocator(SegmentCache):
             block = self.grow(pool, size, stream)
         if block is None:
             self.num_ooms += 1
-            assert self.capacity_bytes is not None, "without a capacity every request is served"
+            assert self.capacity_bytes is not None, "out of memory without a capacity"
             # Below 0 when expandable pages ended above the capacity; a card then reports nothing free.
             free_bytes = max(0, self.capacity_bytes - self.reserved_bytes)
             record(self.history, "oom", free_bytes, size, stream)

@@ -14,7 +14,7 @@ SMALL_LIMIT_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 MIN_LARGE_BYTES = 10 * MIB
-"""From here on a request gets a segment of its own size."""
+"""Rounded size from which a request gets its own segment."""
 SEGMENT_STEP_BYTES = 2 * MIB
 """Own-size segments are rounded up to this, the page size of the card."""
 _SIZES = frozenset({"large_segment_size", "max_split_size", "max_non_split_rounding"})
@@ -34,25 +34,28 @@ class AllocatorConfig:
     expandable_segments: bool = False
     """Grow one address range per stream and pool page by page, instead of one segment per request."""
     large_segment_size: int = LARGE_SEGMENT_BYTES
-    """Segment that requests between 1 and 10 MiB share, and a large expandable page. Bytes, whole MiB."""
+    """Size of shared segments for requests from 1 to 10 MiB, and of large expandable pages. Bytes, whole MiB."""
     max_split_size: int | None = None
-    """Blocks of this many bytes or more are never split. Bytes, whole MiB; None: every block may be."""
+    """Blocks of this size or more are never split. Bytes, whole MiB; None: no limit."""
     max_non_split_rounding: int = LARGE_SEGMENT_BYTES
     """An unsplittable block may exceed the request by less than this. Bytes, whole MiB."""
     roundup_power2_divisions: int = 0
     """Round sizes up to the next 1/n step between two powers of two; 0 or 1: off."""
     garbage_collection_threshold: float = 0.0
-    """Fraction of the capacity above which old cached segments go back before new ones are made; 0: off."""
+    """Fraction of the capacity above which old cached segments are released before new ones are allocated; 0: off."""
 
     def __post_init__(self) -> None:
-        """Refuse what torch refuses."""
+        """Check the settings as torch does."""
         _require_whole_mib("large_segment_size", self.large_segment_size)
         if self.large_segment_size <= MIN_LARGE_BYTES:
-            raise ValueError(f"large_segment_size: {self.large_segment_size} is too small; exceed {MIN_LARGE_BYTES}.")
+            raise ValueError(
+                f"large_segment_size: {self.large_segment_size} is too small; allowed are sizes above "
+                f"{MIN_LARGE_BYTES}."
+            )
         if self.expandable_segments and self.large_segment_size % SEGMENT_STEP_BYTES:
             raise ValueError(
-                f"large_segment_size: {self.large_segment_size} cannot be mapped; with expandable_segments "
-                f"use a multiple of {SEGMENT_STEP_BYTES}, the page size of the card."
+                f"large_segment_size: {self.large_segment_size} cannot be mapped; with expandable_segments it must be "
+                f"a multiple of {SEGMENT_STEP_BYTES}, the page size of the card."
             )
         if self.max_split_size is not None:
             _require_whole_mib("max_split_size", self.max_split_size)
@@ -62,21 +65,20 @@ class AllocatorConfig:
         if self.max_non_split_rounding != LARGE_SEGMENT_BYTES:
             self._require_segment_size("max_non_split_rounding", self.max_non_split_rounding)
         if self.roundup_power2_divisions < 0 or self.roundup_power2_divisions.bit_count() > 1:
-            raise ValueError(
-                f"roundup_power2_divisions: {self.roundup_power2_divisions} is not a power of two; use one."
-            )
+            raise ValueError(f"roundup_power2_divisions: {self.roundup_power2_divisions} must be a power of two.")
         if not 0.0 <= self.garbage_collection_threshold < 1.0:
             raise ValueError(
-                f"garbage_collection_threshold: {self.garbage_collection_threshold} is no fraction below 1; "
-                "use 0 for off or a value between 0 and 1."
+                f"garbage_collection_threshold: {self.garbage_collection_threshold} must be 0 (off) or between 0 and 1."
             )
 
     def _require_segment_size(self, name: str, value: int) -> None:
         if value < self.large_segment_size:
-            raise ValueError(f"{name}: {value} is too small; reach large_segment_size, {self.large_segment_size}.")
+            raise ValueError(
+                f"{name}: {value} is too small; it must be at least large_segment_size, {self.large_segment_size}."
+            )
 
     def allows_reuse(self, size: int, block_size: int) -> bool:
-        """Return whether a cached block may serve a rounded size: oversize blocks serve oversize sizes only."""
+        """Return whether a cached block may serve a rounded size: oversize blocks serve only oversize requests."""
         limit = self.max_split_size
         if limit is None:
             return True
@@ -91,7 +93,7 @@ class AllocatorConfig:
         return remaining > SMALL_LIMIT_BYTES and (self.max_split_size is None or size < self.max_split_size)
 
     def to_environment(self) -> str:
-        """Return the ``PYTORCH_ALLOC_CONF`` that gives a real run these settings; empty for the defaults."""
+        """Return these settings as ``PYTORCH_ALLOC_CONF``; empty for the defaults."""
         entries = []
         for item in fields(self):
             value = getattr(self, item.name)
@@ -116,7 +118,7 @@ def round_size(size: int, divisions: int = 0) -> int:
 
 
 def segment_size(size: int, large_segment_size: int = LARGE_SEGMENT_BYTES) -> int:
-    """Return the bytes asked from the driver for a rounded ``size`` that no cached block serves."""
+    """Return the segment size requested from the driver for a rounded ``size``."""
     if size <= SMALL_LIMIT_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < MIN_LARGE_BYTES:

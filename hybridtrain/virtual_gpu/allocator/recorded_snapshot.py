@@ -1,8 +1,7 @@
-"""Memory snapshots that a real card wrote (``torch.cuda.memory._dump_snapshot``), read without trusting them.
+"""Memory snapshots that a real card wrote (``torch.cuda.memory._dump_snapshot``), read without executing code.
 
-A snapshot holds segments with their blocks, as they were when it was taken, and the last events before: all of them, or
-as many as its ring buffer kept. ``state_before`` undoes the events, so that they can be replayed from where they began.
-All sizes are bytes.
+A snapshot has the segments with their blocks, and the last events before it: all, or as many as its ring buffer held.
+``state_before`` undoes the events, so that they can be replayed from their start. All sizes are bytes.
 """
 
 import io
@@ -32,32 +31,32 @@ _SKIPPED = frozenset({"oom", "snapshot", "workspace_snapshot", "user_defined"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedDevice:
-    """One device of a snapshot: its segments, and the events before."""
+    """One device of a snapshot: its segments, and the recorded events."""
 
     segments: tuple[Segment, ...]
     events: tuple[AllocatorEvent, ...]
-    """Oldest first; ordinals count from 0, whatever came before them."""
+    """Events, oldest first; ordinals count from 0."""
     config: AllocatorConfig
 
     @property
     def reserved_bytes(self) -> int:
-        """All segments together."""
+        """Bytes of all segments."""
         return sum(segment.total_size for segment in self.segments)
 
     @property
     def allocated_bytes(self) -> int:
-        """All blocks in use, with what rounding adds; a block that waits for a stream is not among them."""
+        """Bytes of blocks in use, rounding included, without blocks that wait for a stream."""
         blocks = (block for segment in self.segments for block in segment.blocks)
         return sum(block.size for block in blocks if block.state is BlockState.ACTIVE_ALLOCATED)
 
 
 def read_snapshot(path: Path) -> list[RecordedDevice]:
-    """Read each device of a snapshot that holds memory or has events.
+    """Read each device with memory or events from a snapshot.
 
-    Only containers, numbers and strings are unpickled: a file that names anything else is refused before it acts.
+    Only containers, numbers and strings are unpickled; anything else is rejected before it can run.
 
     Raises:
-        DataError: not a snapshot, one with private pools, or one with settings or events that the model lacks.
+        DataError: not a snapshot, or one with private pools, unsupported settings or events.
         OSError: it cannot be read.
     """
     stored = read_plain(path)
@@ -65,16 +64,16 @@ def read_snapshot(path: Path) -> list[RecordedDevice]:
         return _devices(_PlainUnpickler(io.BytesIO(stored)).load())
     except Exception as error:  # an unpickler raises whatever it meets, MemoryError where a length is damaged
         raise DataError(
-            f"{path}: not a memory snapshot that can be replayed ({type(error).__name__}: {error}); allowed are "
-            "pickles of torch.cuda.memory._dump_snapshot without private pools; record one without CUDA graphs."
+            f"{path}: not a memory snapshot that can be replayed ({type(error).__name__}: {error}); give a pickle of "
+            f"torch.cuda.memory._dump_snapshot without private pools (no CUDA graphs)."
         ) from error
 
 
 def state_before(device: RecordedDevice) -> tuple[Segment, ...]:
     """Return the segments as they were before the first event, by undoing every event from the end.
 
-    A freed block's size is what its request rounds to; in a large segment a rest of up to 1 MiB before the next block
-    in use belongs to it too, as the allocator leaves no free block that small there.
+    A freed block's size is its rounded request, in large segments plus a remainder of up to 1 MiB, which the allocator
+    would not split off.
 
     Raises:
         ValueError: the events do not lead to the segments.
@@ -87,7 +86,7 @@ def state_before(device: RecordedDevice) -> tuple[Segment, ...]:
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+        raise pickle.UnpicklingError(f"it references {module_name}.{global_name}")
 
 
 def _devices(content: Mapping[str, Any]) -> list[RecordedDevice]:
@@ -130,7 +129,7 @@ def _segment(entry: Mapping[str, Any]) -> Segment:
         blocks.append(Block(address, size, requested, state))
         address += size
     if address != entry["address"] + entry["total_size"]:
-        raise ValueError(f"blocks end at {address:#x}, not where their segment does")
+        raise ValueError(f"blocks end at {address:#x}, not at their segment's end")
     return Segment(
         address=entry["address"],
         total_size=entry["total_size"],
@@ -158,12 +157,12 @@ class _Past:
 
     device: RecordedDevice
     heads: dict[int, Segment] = field(init=False)
-    """By address; classic ones only."""
+    """Classic segments by address."""
     mapped_bytes: int = field(init=False)
-    """Of expandable ranges, which are undone as a whole or not at all."""
+    """Mapped bytes of expandable ranges, which are undone completely or not at all."""
     in_use: dict[int, Block] = field(init=False)
     addresses: list[int] = field(init=False)
-    """Those of the blocks in use, sorted."""
+    """Sorted addresses of the blocks in use."""
 
     def __post_init__(self) -> None:
         segments = self.device.segments
@@ -209,7 +208,7 @@ class _Past:
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments, the space between blocks in use as cached blocks."""
         if self.mapped_bytes or (self.in_use and not self.heads):
-            raise ValueError(f"{self.mapped_bytes} bytes of expandable ranges are older than the first event")
+            raise ValueError(f"{self.mapped_bytes} bytes of expandable ranges were mapped before the first event")
         addresses = list(self.addresses)
         found = []
         for head in sorted(self.heads.values(), key=lambda segment: segment.address):
@@ -224,7 +223,7 @@ class _Past:
                 blocks.append(Block(end, head.address + head.total_size - end, 0, BlockState.INACTIVE))
             found.append(replace(head, blocks=tuple(blocks)))
         if addresses:
-            raise ValueError(f"a block at {addresses[0]:#x} lies in no segment")
+            raise ValueError(f"a block at {addresses[0]:#x} is outside of all segments")
         return tuple(found)
 
     def _require(self, event: AllocatorEvent, holds: bool) -> None:

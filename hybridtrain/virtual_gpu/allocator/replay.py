@@ -1,4 +1,4 @@
-"""A ledger's events through the allocator model: requested bytes become allocated, active and reserved ones."""
+"""Replays a ledger's events in the allocator model: requested bytes -> allocated, active and reserved bytes."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -14,19 +14,19 @@ from hybridtrain.virtual_gpu.allocator.segments import AllocatorEvent
 from hybridtrain.virtual_gpu.cards.card import Card
 
 SETTLING_STEPS = 4
-"""Repetitions after which reserved bytes were never seen to rise: what fragments does so within two or three steps."""
+"""Repetitions after which reserved bytes were never observed to rise; fragmentation shows within two or three steps."""
 ClassBytes = dict[TensorClass, int]
 UnitBytes = dict[tuple[TensorClass, str], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldMemory:
-    """The allocator's bytes at one moment, and their holders."""
+    """The allocator's bytes at one moment, with their holders."""
 
     step: int
-    """Counted from 1; 0 while the model is being built."""
+    """Step, from 1; 0 during construction of the model."""
     stage: Stage
-    """Where it is."""
+    """Stage of the step."""
     unit: str
     requested_bytes: int
     allocated_bytes: int
@@ -34,13 +34,13 @@ class HeldMemory:
     reserved_bytes: int
     """``torch.cuda.memory_reserved``: segments taken from the driver."""
     by_class: ClassBytes
-    """Holders of the allocated bytes."""
+    """Allocated bytes by holder."""
     by_unit: UnitBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory(HeldMemory):
-    """Peaks of one optimizer step; stage and holders are those of the most allocated bytes.
+    """Peaks of one optimizer step; stage and holders at the peak of allocated bytes.
 
     ``requested_bytes`` equal the ledger's count plus library workspaces.
     """
@@ -51,7 +51,7 @@ class StepMemory(HeldMemory):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory(HeldMemory):
-    """The moment before a request of ``requested_bytes`` that the card could not serve."""
+    """The state at a request of ``requested_bytes`` that did not fit."""
 
     capacity_bytes: int
 
@@ -59,7 +59,7 @@ class OutOfMemory(HeldMemory):
     def of(
         cls, refusal: AllocatorOutOfMemory, step: int, place: tuple[Stage, str], held: tuple[ClassBytes, UnitBytes]
     ) -> Self:
-        """Return a refusal with stage, unit and holders of the allocated bytes."""
+        """Return the error with stage, unit and holders of the allocated bytes."""
         return cls(
             step=step, stage=place[0], unit=place[1], requested_bytes=refusal.requested_bytes,
             allocated_bytes=refusal.allocated_bytes, reserved_bytes=refusal.reserved_bytes,
@@ -76,10 +76,10 @@ class Replay:
     num_alloc_retries: int
     history: tuple[AllocatorEvent, ...] = ()
     owners: dict[int, int] = field(default_factory=dict)
-    """Storage index by the ordinal of its ``alloc``; library workspaces are missing. Empty without history."""
+    """Ordinal of an ``alloc`` -> storage index, without library workspaces; empty without history."""
     segments: tuple[Segment, ...] = ()
     live_by_class: tuple[tuple[int, ClassBytes], ...] = ()
-    """For the last step: ledger event and allocated bytes by class after it."""
+    """For the last step: (ledger event, allocated bytes by class after it)."""
 
 
 def replay_trace(
@@ -105,14 +105,14 @@ def replay_trace(
         (8000000, 8000512, 20971520)
 
     Args:
-        trace: Of a whole run, from the model's construction on.
+        trace: Trace of a whole run, from the model's construction on.
         workspace_bytes: cuBLAS workspace per handle; one is taken by the first matmul of a forward pass, one by the
             first of a backward pass, which torch runs on a thread with a handle of its own.
         config: Allocator settings.
         capacity_bytes: Cap on the reserved bytes; None: no cap.
         record_history: Keep what snapshots need.
-        repeats: How often the last step is run again, for the reserved bytes of a longer run: it counts as one step,
-            and the history ends before. A step whose end is not what it began with is not repeated.
+        repeats: Repetitions of the last step, for the reserved bytes of a longer run; they count as one step and are
+        not in the history. A step that leaks is not repeated.
     """
     allocator = CachingAllocator(config, capacity_bytes, record_history=record_history)
     run = _Run(trace, allocator, workspace_bytes)
@@ -128,9 +128,9 @@ def replay_on_card(
     record_history: bool = False,
     repeats: int = 0,
 ) -> tuple[Replay, Replay]:
-    """Replay a trace without a cap and under the card's; the same replay twice where it fits.
+    """Replay a trace without and with the card's cap; one replay serves as both if it fits.
 
-    A snapshot's history, if wanted, is that of the replay without a cap.
+    The history is that without a cap.
     """
     workspace, capacity = card.cublas_workspace_bytes, card.allocator_capacity_bytes
     uncapped = replay_trace(
@@ -144,13 +144,13 @@ def replay_on_card(
 
 
 def first_matmuls(trace: LedgerTrace) -> list[int]:
-    """Return the events before which the forward and the backward thread meet their first matmul."""
+    """Return the events of the first matmul of the forward and of the backward thread."""
     stages = (Stage.FORWARD, Stage.BACKWARD)
     firsts = (next((op.event for op in trace.ops if op.is_matmul and op.stage is stage), None) for stage in stages)
     return [event for event in firsts if event is not None]
 
 
-class Player:
+class TracePlayer:
     """Plays a trace's events on an allocator."""
 
     def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
@@ -159,25 +159,25 @@ class Player:
         self._workspace_bytes = workspace_bytes
         self._addresses: dict[int, int] = {}
 
-    def _succeed(self, cycle: "Cycle") -> None:
+    def _succeed(self, cycle: "StepCycle") -> None:
         """Map the storages left by a step to those that the next step starts with."""
         self._addresses.update({old: self._addresses.pop(new) for old, new in cycle.successors.items()})
 
 
-class _Run(Player):
+class _Run(TracePlayer):
     def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
         super().__init__(trace, allocator, workspace_bytes)
         self._workspaces: list[tuple[int, int]] = []
-        """Event before which a library workspace was taken, and its block's bytes."""
+        """(event, block bytes) of library workspaces."""
         self._block_bytes: dict[int, int] = {}
         self._owners: dict[int, int] = {}
         self._position = -1
         self._steps: list[dict[str, int]] = []
-        """Peaks of each step, and the event of the most allocated bytes; the first is what lies before."""
+        """Peaks of each step with the event of the peak; the first entry is before any step."""
         self._segments: tuple[Segment, ...] = ()
 
     def play(self) -> OutOfMemory | None:
-        """Play the trace to its end or the first refusal."""
+        """Replay the trace to its end or to the first out-of-memory error."""
         starts = [mark.event for mark in self._trace.steps]
         matmuls = first_matmuls(self._trace)
         releases = iter((*self._trace.cache_releases, None))
@@ -207,7 +207,7 @@ class _Run(Player):
         return None
 
     def repeat(self, count: int) -> OutOfMemory | None:
-        """Repeat the last step; its reserved bytes become the largest of all."""
+        """Repeat the last step, and record the largest reserved bytes."""
         allocator, history = self._allocator, self._allocator.history
         if history is not None:
             self._segments = allocator.segments()
@@ -216,7 +216,7 @@ class _Run(Player):
             return None
         length = 0 if history is None else len(history)
         try:
-            settled = Settled(allocator)
+            settled = SteadyStateCheck(allocator)
             for _ in range(count):
                 self._succeed(cycle)
                 if settled.now(self._addresses):
@@ -235,7 +235,7 @@ class _Run(Player):
         return None
 
     def finish(self, oom: OutOfMemory | None) -> Replay:
-        """Return the replay's results; after a refusal, only those of completed steps."""
+        """Return the replay's results; after an out-of-memory error only of completed steps."""
         steps = []
         for number, peaks in enumerate(self._steps[1:], 1):
             event = peaks.pop("event")
@@ -315,18 +315,18 @@ class _Run(Player):
 
 
 @dataclass(frozen=True, slots=True)
-class Cycle:
+class StepCycle:
     """The last step as a repeatable cycle."""
 
     body: range
     """Its events up to its last allocation."""
     tail: tuple[int, ...]
-    """Releases after it of what the step itself made; what the end of a script lets go of is left out."""
+    """Later releases of the step's own storages, without those at the end of the script."""
     successors: dict[int, int]
-    """Which storage of its end plays the part of which one that it found and released."""
+    """Which storage at its end takes the role of which one that it found and released."""
 
 
-class Settled:
+class SteadyStateCheck:
     """Detects that repeated steps have settled: allocator and storages equal those before the step."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
@@ -334,15 +334,15 @@ class Settled:
         self._before: object = None
 
     def now(self, addresses: Mapping[int, int]) -> bool:
-        """Return whether the state equals the last call's; ``addresses`` by storage, as the next step finds them."""
+        """Return whether the state equals the last call's; ``addresses``: by storage, at the start of the next step."""
         layout = self._allocator.layout()
         before = self._before
         self._before = None if layout is None else (layout, dict(addresses), self._allocator.num_alloc_retries)
         return self._before is not None and self._before == before
 
 
-def last_cycle(trace: LedgerTrace) -> Cycle | None:
-    """Return the last step's cycle; None where its end is not what it began with, as in a step that keeps something."""
+def last_cycle(trace: LedgerTrace) -> StepCycle | None:
+    """Return the last step as a cycle; None if it leaks memory."""
     step = trace.step_range(len(trace.steps) - 1)
     stop = next((position + 1 for position in reversed(step) if trace.events[position] >= 0), step.start)
     body, trailing = range(step.start, stop), trace.events[stop : step.stop]
@@ -364,4 +364,4 @@ def last_cycle(trace: LedgerTrace) -> Cycle | None:
         return None
     successors = {index: of_kind[kind(index)].popleft() for index in released}
     rest = made.keys() - set(successors.values())
-    return Cycle(body, tuple(e for e in trailing if ~e in rest), successors) if rest <= late else None
+    return StepCycle(body, tuple(e for e in trailing if ~e in rest), successors) if rest <= late else None

@@ -1,8 +1,7 @@
 """The range of reserved bytes when a run differs slightly from its plan: the same trace, replayed with changes.
 
-Allocated bytes of a step do not depend on what came before it; reserved ones do, for the allocator keeps what earlier
-requests left. So the events of a dry run are played again in another order: no model is run a second time. What is
-changed, and why it happens:
+Allocated bytes of a step do not depend on earlier steps; reserved ones do, because of the allocator's cache. So a dry
+run's events are replayed in another order, without running the model again. What is changed, and why it happens:
 
     driver       segments at falling addresses, as CUDA places most of them; of equal blocks another one is taken
     evaluation   a forward pass alone before the first step, whose tensors leave their segments cached
@@ -20,12 +19,18 @@ from hybridtrain.virtual_gpu.account.observer import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
-from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS, Player, Settled, first_matmuls, last_cycle
+from hybridtrain.virtual_gpu.allocator.replay import (
+    SETTLING_STEPS,
+    SteadyStateCheck,
+    TracePlayer,
+    first_matmuls,
+    last_cycle,
+)
 from hybridtrain.virtual_gpu.allocator.segments import Placement, falling
 
 DRIVER, EVALUATION, MORE_STEPS, LENGTHS = "driver", "evaluation", "more steps", "lengths"
 _WIDE = 1.1
-"""Share of the planned bytes from which what other lengths reserve without a cap says nothing about a card."""
+"""Relative increase with other lengths above which the replay without a cap is not meaningful for a card."""
 _RISING = (1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
 _MIXED = (3 / 4, 1.0, 1 / 2, 7 / 8, 5 / 8, 1.0)
 _SCALES = frozenset({TensorClass.ACTIVATION, TensorClass.BOUNDARY})
@@ -33,19 +38,19 @@ _SCALES = frozenset({TensorClass.ACTIVATION, TensorClass.BOUNDARY})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedRange:
-    """Peak of the reserved bytes of a whole run, without a cap."""
+    """Peak of reserved bytes of a whole run without a cap, and its changes."""
 
     planned_bytes: int
     by_change: dict[str, int]
-    """The same for each change, the largest of its ways; a change that a trace does not allow is missing: a step whose
-    end is not what it began with cannot be repeated."""
+    """Peak by change, the largest of its variants. A change is missing if the trace does not allow it: a step that
+    leaks cannot be repeated."""
     lengths_fit: bool | None = None
-    """Whether steps of other lengths run under the card's cap, where it gives cached segments back; None where
-    not tested, or they take little more than steps of one length."""
+    """Whether steps of other lengths fit under the card's cap, which releases cached segments; None: not tested, or
+    little more than equal lengths."""
 
     @property
     def margin_bytes(self) -> int:
-        """By how much a change can raise it while steps are of one length, as this project's trainer makes them."""
+        """Largest increase by a change with steps of equal length, as in this project's trainer."""
         changed = (size for change, size in self.by_change.items() if change != LENGTHS)
         return max(0, *(size - self.planned_bytes for size in changed))
 
@@ -60,10 +65,10 @@ class ReservedRange:
         told = ", ".join(f"{change} {_signed(moved)}" for change, moved in moves.items() if change != LENGTHS)
         lengths = f"; steps of mixed lengths {_signed(moves[LENGTHS])}" if LENGTHS in moves else ""
         if self.lengths_fit is not None:
-            fits = "fit this card, which gives cached segments back when it is full"
-            refused = "may be refused by this card, whose free memory they leave in pieces"
+            fits = "fit this card, as torch releases cached segments when it is full"
+            refused = "may not fit this card because of fragmentation"
             lengths = f"; steps of mixed lengths {fits if self.lengths_fit else refused}"
-        return f"reserved bytes may differ from the plan: {told}{lengths} (planned, by replaying variants)"
+        return f"reserved bytes may differ from the plan by: {told}{lengths} (planned, by replaying variants)"
 
 
 def _signed(size: int) -> str:
@@ -87,10 +92,9 @@ def reserved_range(
         workspace_bytes: cuBLAS workspace per handle.
         config: Allocator settings.
         repeats: How often the last step is repeated in the plan itself, as ``replay_trace`` does.
-        with_lengths: Try steps of other lengths too, which take most of the time.
-        planned_bytes: Peak reserved bytes of the unchanged trace, where a replay with these settings is known.
-        capacity_bytes: Of the card, under which steps of other lengths are tried where they reserve much more; None:
-            they are not.
+        with_lengths: Also try steps of other lengths, which take most of the time.
+        planned_bytes: Peak reserved bytes of the unchanged trace, if known.
+        capacity_bytes: The card's cap, under which much larger steps of other lengths are tried; None: not tried.
     """
     can_repeat = last_cycle(trace) is not None
     planned = [1.0] * (len(trace.steps) + repeats) if can_repeat and repeats else []
@@ -117,7 +121,7 @@ def reserved_range(
     return ReservedRange(planned_bytes=known, by_change=found, lengths_fit=lengths_fit)
 
 
-class _Run(Player):
+class _Run(TracePlayer):
     def __init__(self, trace: LedgerTrace, allocator: CachingAllocator, workspace_bytes: int) -> None:
         super().__init__(trace, allocator, workspace_bytes)
         self._matmuls = first_matmuls(trace)
@@ -127,14 +131,15 @@ class _Run(Player):
         """Return the peak of the reserved bytes.
 
         Args:
-            evaluates: Begin with a forward pass alone.
-            lengths: Of every step, as shares of the planned one; further ones repeat the last step. Empty: as planned.
+            evaluates: Start with a forward pass alone.
+            lengths: Length of each step as a fraction of the planned one; further ones repeat the last step. Empty: as
+            planned.
         """
         trace, last = self._trace, len(self._trace.steps) - 1
         self._run(range(trace.steps[0].event))
         if evaluates:
             self._evaluate()
-        cycle, settled = last_cycle(trace) if lengths else None, Settled(self._allocator)
+        cycle, settled = last_cycle(trace) if lengths else None, SteadyStateCheck(self._allocator)
         for step, length in enumerate(lengths or [1.0] * (last + 1)):
             if step < last or cycle is None:
                 events = trace.step_range(step)

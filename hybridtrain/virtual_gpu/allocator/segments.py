@@ -1,11 +1,11 @@
-"""Segments of device memory: blocks, the pools that hold the free ones, and when memory is taken or goes back.
+"""Segments of device memory: blocks, pools of free blocks, and when segments are allocated or released.
 
 Rules: ``get_free_block``, ``alloc_block``, ``find_expandable_block``, ``map_block``, ``unmap_block``,
 ``garbage_collect_cached_blocks``, ``release_available_cached_blocks`` and ``release_blocks`` of
 ``c10/cuda/CUDACachingAllocator.cpp``, torch main of 2026.
 
-A reader must keep one rule: when blocks are cut or joined, the object at the lower address survives. So the
-head of a segment is the same object for the segment's whole life.
+Invariant: when blocks are split or merged, the object at the lower address survives, so a segment's head is one object
+for its lifetime.
 """
 
 from bisect import bisect_left, insort
@@ -29,10 +29,10 @@ Action = Literal[
 
 # A tuple and not a dataclass: up to two are built per call, and a frozen dataclass takes three times as long.
 class AllocatorEvent(NamedTuple):
-    """One step of the allocator."""
+    """One event of the allocator."""
 
     ordinal: int
-    """Place in the history, from 0; the key under which exporters keep times, categories and stack frames."""
+    """Index in the history, from 0; exporters' key for times, categories and stack frames."""
     action: Action
     address: int
     """Start of the block, segment or mapped range; for ``oom`` the bytes still free under the capacity."""
@@ -42,16 +42,16 @@ class AllocatorEvent(NamedTuple):
 
 
 def record(history: list[AllocatorEvent] | None, action: Action, address: int, size: int, stream: int) -> None:
-    """Append an event with the next ordinal; do nothing when no history is kept."""
+    """Append an event with the next ordinal, if history is recorded."""
     if history is not None:
         history.append(AllocatorEvent(len(history), action, address, size, stream))
 
 
 FIRST_ADDRESS = 0x7F00_0000_0000
-"""Where segments start; real addresses have 47 bits too, and a snapshot viewer reads them as doubles."""
+"""Address of the first segment; like real ones it has 47 bits, exact as a double in snapshot viewers."""
 
 Placement = Callable[[int, int], int]
-"""Where the driver puts a new segment of so many bytes at a multiple of an alignment; never over one that is there."""
+"""Driver's placement: (bytes, alignment) -> address of a new segment, without overlap."""
 
 
 def rising(start: int = FIRST_ADDRESS) -> Placement:
@@ -70,8 +70,8 @@ def rising(start: int = FIRST_ADDRESS) -> Placement:
 def falling(end: int = FIRST_ADDRESS) -> Placement:
     """Return a driver that puts each segment below all earlier ones, as CUDA on Linux mostly does.
 
-    Recorded snapshots show it (results/reserved.md). Of equal cached blocks the allocator takes the lowest, so that
-    it is the oldest here under ``rising`` and the youngest under this.
+    Recorded snapshots show it (results/reserved.md). Of equal cached blocks the allocator takes the lowest address: the
+    oldest under ``rising``, the newest under ``falling``.
     """
 
     def place(size: int, alignment: int) -> int:
@@ -88,11 +88,11 @@ class BlockState(StrEnum):
 
     ACTIVE_ALLOCATED = "active_allocated"
     ACTIVE_PENDING_FREE = "active_pending_free"
-    """Freed, while another stream may still read it."""
+    """Freed, but another stream may still use it."""
     INACTIVE = "inactive"
-    """Cached: memory without a user."""
+    """Cached."""
     UNMAPPED = "unmapped"
-    """Addresses of an expandable range without memory behind them."""
+    """Addresses of an expandable range without physical memory."""
 
 
 _UNMAPPED = BlockState.UNMAPPED
@@ -100,7 +100,7 @@ _UNMAPPED = BlockState.UNMAPPED
 
 @dataclass(slots=True, eq=False)
 class HeapBlock:
-    """A run of addresses in one state. Neighbours belong to the same segment."""
+    """A block of addresses in one state, linked to its neighbours in the segment."""
 
     address: int
     size: int
@@ -111,25 +111,25 @@ class HeapBlock:
     previous: Self | None = field(default=None, repr=False)
     next: Self | None = field(default=None, repr=False)
     free_since: int = 0
-    """Count of the pool's searches when the block was last put into it."""
+    """The pool's search counter when the block was inserted."""
     uses: set[int] | None = None
-    """Other streams that used the block; None is the usual case."""
+    """Other streams that used the block; usually None."""
     pending_events: int = 0
     """Streams that must complete before a freed block is free."""
 
     @property
     def end(self) -> int:
-        """First address behind the block."""
+        """End address of the block."""
         return self.address + self.size
 
     @property
     def is_split(self) -> bool:
-        """Whether the segment holds other blocks too."""
+        """Whether its segment has other blocks."""
         return self.previous is not None or self.next is not None
 
 
 class FreePool:
-    """Blocks without a user of one size class, per stream: cached by (size, address), unmapped by address."""
+    """Free blocks of one size class, per stream: cached ones by (size, address), unmapped ones by address."""
 
     def __init__(self, *, is_small: bool, page_bytes: int) -> None:
         self.is_small = is_small
@@ -139,7 +139,7 @@ class FreePool:
         self.searches = 0
 
     def insert(self, block: HeapBlock) -> None:
-        """Take in a block that is inactive or unmapped."""
+        """Insert an inactive or unmapped block."""
         if block.state is _UNMAPPED:
             insort(self.unmapped.setdefault(block.stream, []), block.address)
             return
@@ -150,7 +150,7 @@ class FreePool:
         insort(entries, (block.size, block.address))
 
     def remove(self, block: HeapBlock) -> None:
-        """Take out a block whose size and state are still those it was inserted with."""
+        """Remove a block, whose size and state must be unchanged since its insertion."""
         if block.state is _UNMAPPED:
             addresses = self.unmapped[block.stream]
             del addresses[bisect_left(addresses, block.address)]
@@ -172,22 +172,22 @@ class Heap:
         self._place = place
 
     def add_segment(self, size: int, stream: int, pool: FreePool, state: BlockState, alignment: int) -> HeapBlock:
-        """Return the one block, in no pool yet, of a new segment at a multiple of ``alignment``."""
+        """Create a segment at a multiple of ``alignment``; return its single block, in no pool yet."""
         return self.adopt_segment(self._place(size, alignment), size, stream, pool, state)
 
     def adopt_segment(self, address: int, size: int, stream: int, pool: FreePool, state: BlockState) -> HeapBlock:
-        """Return the one block, in no pool yet, of a segment at a known address."""
+        """Create a segment at a known address; return its single block, in no pool yet."""
         block = HeapBlock(address, size, stream, pool, state)
         self.blocks[address] = self.heads[address] = block
         return block
 
     def drop_segment(self, head: HeapBlock) -> None:
-        """Forget a segment that is one block again."""
-        assert not head.is_split, f"segment at {head.address:#x} is still cut"
+        """Remove a segment that is a single block again."""
+        assert not head.is_split, f"segment at {head.address:#x} is still split"
         del self.blocks[head.address], self.heads[head.address]
 
     def split(self, block: HeapBlock, size: int) -> HeapBlock:
-        """Cut ``block`` to ``size`` bytes and return the rest, of the same state and in no pool."""
+        """Split ``block`` to ``size`` bytes; return the remainder, in the same state and in no pool."""
         rest = HeapBlock(block.address + size, block.size - size, block.stream, block.pool, block.state)
         rest.previous, rest.next = block, block.next
         if block.next is not None:
@@ -198,7 +198,7 @@ class Heap:
         return rest
 
     def coalesce(self, block: HeapBlock) -> HeapBlock:
-        """Join a block that is in no pool with its neighbours of the same state, which leave their pool."""
+        """Merge a block (in no pool) with neighbours of the same state, which leave their pool."""
         after = block.next
         if after is not None and after.state is block.state:
             after.pool.remove(after)
@@ -222,7 +222,7 @@ RANGE_WITHOUT_CAPACITY_BYTES = 2**40
 
 
 class ExpandableSegments:
-    """Maps and unmaps pages of the ranges in one heap."""
+    """Maps and unmaps pages of expandable ranges."""
 
     def __init__(self, heap: Heap, capacity_bytes: int | None, history: list[AllocatorEvent] | None) -> None:
         self.mapped_bytes = 0
@@ -238,13 +238,13 @@ class ExpandableSegments:
             block = self._map(block, min(block.size, size))
         while block.size < size:
             hole = block.next
-            assert hole is not None, "_find_room found room that is not there"
+            assert hole is not None, "_find_room returned too little room"
             block = self._map(hole, min(hole.size, size - block.size))
         pool.remove(block)
         return block
 
     def unmap(self, block: HeapBlock) -> None:
-        """Give back the whole pages inside a cached block; what is left at its ends stays cached."""
+        """Unmap the whole pages inside a cached block; its ends stay cached."""
         pool, page = block.pool, block.pool.page_bytes
         base = max(head for head in self._heap.heads if head <= block.address)  # pages are counted from there
         start = base - (base - block.address) // page * page
@@ -297,7 +297,7 @@ class ExpandableSegments:
 
 
 def size_after_growth(block: HeapBlock) -> int:
-    """Return the bytes a cached block could have if the addresses behind it were mapped."""
+    """Return the size of a cached block if the addresses behind it were mapped."""
     after = block.next
     if after is not None and after.state is BlockState.UNMAPPED:
         return block.size + after.size
@@ -314,7 +314,7 @@ def _has_room(block: HeapBlock | None, size: int) -> bool:
 
 
 class SegmentCache:
-    """Segments of one device and the free blocks in them. It never waits for a stream: its caller does."""
+    """Segments of one device and their free blocks. Waiting for streams is the caller's task."""
 
     def __init__(
         self,
@@ -325,13 +325,13 @@ class SegmentCache:
     ) -> None:
         self.config = config
         self.capacity_bytes = capacity_bytes
-        """Cap on the reserved bytes; may be set at any time, and holds from the next request on."""
+        """Cap on reserved bytes; a change applies from the next request on."""
         self.history = history
         self.heap = Heap(place)
         self.small = FreePool(is_small=True, page_bytes=SMALL_SEGMENT_BYTES)
         self.large = FreePool(is_small=False, page_bytes=config.large_segment_size)
         self.reserved_bytes = 0
-        """Memory taken from the driver."""
+        """Bytes allocated from the driver."""
         self.peak_reserved_bytes = 0
         """Largest ``reserved_bytes`` since the start or the last reset."""
         self._ranges: ExpandableSegments | None = None
@@ -344,7 +344,7 @@ class SegmentCache:
         )
 
     def take(self, pool: FreePool, size: int, stream: int) -> HeapBlock | None:
-        """Return the best cached block for ``size`` bytes, taken out of its pool; None if none may serve."""
+        """Take the best cached block for ``size`` bytes out of its pool; None if there is none."""
         if self.ages_blocks:
             pool.searches += 1
         entries = pool.cached.get(stream)
@@ -362,7 +362,7 @@ class SegmentCache:
         return self.heap.blocks[address]
 
     def grow(self, pool: FreePool, size: int, stream: int) -> HeapBlock | None:
-        """Return a block in newly reserved memory, in no pool; None when the capacity does not allow it.
+        """Reserve memory and return its block, in no pool; None if the capacity is exceeded.
 
         As in torch, the capacity is compared with the classic segment size even when pages are mapped, so
         expandable segments may end above the capacity by less than a page.
@@ -381,7 +381,7 @@ class SegmentCache:
         return block
 
     def collect_garbage(self) -> None:
-        """Release large segments that were cached for long, when more than the threshold is reserved."""
+        """Release large, long-cached segments if more than the threshold is reserved."""
         if not self.ages_blocks or self.capacity_bytes is None:
             return
         excess = self.reserved_bytes - int(self.config.garbage_collection_threshold * self.capacity_bytes)
@@ -417,7 +417,7 @@ class SegmentCache:
         return released >= size
 
     def release_cached(self) -> None:
-        """Release every segment without a user, and every page of expandable ranges."""
+        """Release all cached segments and all cached pages of expandable ranges."""
         for pool in (self.large, self.small):
             for address in pool.cached_addresses():
                 block = self.heap.blocks[address]

@@ -1,8 +1,7 @@
 """Memory snapshots of the virtual GPU, for https://pytorch.org/memory_viz and ``torch.cuda._memory_viz``.
 
-The viewer is strict, and every rule here keeps one of its pages from failing: pickle protocol 4 at most; only
-built-in types; segments that are what the trace leads to, as it is replayed backwards from them; and once an
-entry has a category, one with the category "unknown". Sizes are bytes, times are microseconds.
+The viewer requires: pickle protocol 4 at most; built-in types only; segments that match the trace; and, if categories
+are used, one "unknown". Sizes are bytes, times are microseconds.
 """
 
 import pickle
@@ -19,7 +18,7 @@ from hybridtrain.virtual_gpu.allocator.segments import AllocatorEvent, BlockStat
 Frame = dict[str, str | int]
 """One stack frame: filename, line, name."""
 Snapshot = dict[str, Any]
-"""The whole file; ``torch.cuda.memory._snapshot`` names the entries of segments, blocks and events."""
+"""The whole file; its entries are named as in ``torch.cuda.memory._snapshot``."""
 UNKNOWN_CATEGORY = "unknown"
 _PICKLE_PROTOCOL = 4  # the viewer refuses 5
 _DEFAULT_POOL = (0, 0)
@@ -47,8 +46,8 @@ def build_snapshot(
 
     Args:
         history: All events since the allocator was made.
-        segments: What it holds now.
-        device: Index of the card in the viewer.
+        segments: Its present segments.
+        device: Index of the device in the viewer.
         config: Settings to show; None: the defaults.
         categories: Name of the tensor class per ordinal of an ``alloc``; it colours the timeline. Allocations
             without one are "unknown"; None: no categories at all.
@@ -56,14 +55,14 @@ def build_snapshot(
         times_us: Time per ordinal; None: the ordinal itself.
 
     Raises:
-        ValueError: The history does not lead to the segments, so a part of it is missing.
+        ValueError: The history does not match the segments, so it is incomplete.
     """
     end = _replay(history)
     _require_same_end(end, segments)
     lists: dict[tuple[tuple[str, int, str], ...], list[Frame]] = {(): []}
 
     def frames_at(ordinal: int | None) -> list[Frame]:
-        """Return an event's frames, each list built once: pickle writes a shared list once too."""
+        """Return an event's frames; equal lists are shared, so that pickle writes them once."""
         given = () if frames is None or ordinal is None else frames(ordinal)
         key = tuple((str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in given)
         if key not in lists:
@@ -88,7 +87,7 @@ def build_snapshot(
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write the pickle that every version of the viewer opens. The file appears whole or not at all."""
+    """Write the pickle that every version of the viewer opens. The file is written atomically."""
     replace_file(path, pickle.dumps(snapshot, protocol=_PICKLE_PROTOCOL))
 
 
@@ -98,7 +97,7 @@ class _EndState:
 
     reserved_bytes: int = 0
     in_use: dict[int, AllocatorEvent] = field(default_factory=dict)
-    """Last ``alloc`` per address whose free has not completed."""
+    """Latest ``alloc`` of each address that is in use."""
     pending: set[int] = field(default_factory=set)
     """Addresses in ``in_use`` whose free was requested."""
     segment_ordinals: dict[int, int] = field(default_factory=dict)
@@ -137,8 +136,8 @@ def _require_same_end(end: _EndState, segments: Sequence[Segment]) -> None:
     if by_history != by_segments or end.reserved_bytes != reserved_bytes:
         raise ValueError(
             f"history: it leads to {len(by_history)} blocks in {end.reserved_bytes} reserved bytes, but the "
-            f"segments hold {len(by_segments)} in {reserved_bytes}; both must be of one allocator and time; "
-            "record the history from its start and take the segments at its end."
+            f"segments hold {len(by_segments)} in {reserved_bytes}; record the history from the allocator's start, "
+            f"and take the segments at its end."
         )
 
 

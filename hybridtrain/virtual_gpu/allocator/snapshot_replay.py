@@ -1,9 +1,8 @@
-"""Replays of a real card's allocator history through the model: the same requests, from the same start.
+"""Replays of a real card's allocator history in the model: equal requests from an equal start.
 
-Two questions. **With the driver's addresses** every event must be as recorded: nothing is left to chance. **With
-addresses of our own**, as a plan has them, equal blocks may be chosen in another order, and reserved bytes may differ.
-When cached memory was given back is the record's to say: who called ``empty_cache``, or how full the card was, no
-snapshot tells.
+Two questions. **With the driver's addresses** every event must equal the record. **With our own addresses**, as in a
+plan, equal blocks may be chosen in another order, so reserved bytes may differ. Releases of cached memory are taken
+from the record, as snapshots do not contain their causes.
 """
 
 from collections import deque
@@ -32,7 +31,7 @@ class Outcome:
     allocated_bytes: int
     reserved_bytes: int
     peak_reserved_bytes: int
-    """Largest during the events."""
+    """Peak during the events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +41,25 @@ class SnapshotReplay:
     recorded: Outcome
     at_their_addresses: Outcome
     rising: Outcome
-    """With addresses of our own, each segment above all before."""
+    """Replay with our own addresses, each segment above all earlier ones."""
     falling: Outcome
-    """With addresses of our own, each segment below all before."""
+    """Replay with our own addresses, each segment below all earlier ones."""
     start_reserved_bytes: int
-    """Before the first event; 0: the record is whole."""
+    """Reserved bytes before the first event; 0: the record is complete."""
     num_allocs: int
     num_segments: int
-    """Taken from the driver, or ranges mapped, during the record."""
+    """Bytes reserved or mapped during the record."""
     num_events: int
     num_same_events: int
-    """Of action, address, size and stream as recorded, at the same place, with the driver's addresses."""
+    """Events with recorded action, address, size and stream at the recorded position, with the driver's addresses."""
     same_end: bool
-    """Whether every segment and block is as recorded at the end, with the driver's addresses."""
+    """Whether all segments and blocks equal the record at the end, with the driver's addresses."""
 
 
-def lawful_blocks(device: RecordedDevice) -> tuple[int, int]:
+def matching_blocks(device: RecordedDevice) -> tuple[int, int]:
     """Return the number of blocks in use whose size matches the model's, and the number of all.
 
-    A block is its request, rounded, and the rest behind it that the rules do not cut off.
+    A block's size is its rounded request plus the remainder that is not split off.
     """
     config, lawful, total = device.config, 0, 0
     for segment in device.segments:
@@ -78,7 +77,7 @@ def replay_device(device: RecordedDevice) -> SnapshotReplay:
     """Replay one device's events from their start.
 
     Raises:
-        ValueError: the events do not lead to the segments, or begin inside an expandable range.
+        ValueError: the events do not match the segments, or start inside an expandable range.
     """
     start = state_before(device)
     top = max((segment.address + segment.total_size for segment in start), default=FIRST_ADDRESS)
@@ -126,7 +125,7 @@ class _Run:
     def __init__(self, device: RecordedDevice, start: Sequence[Segment], place: Callable[[], Placement] | None) -> None:
         self._elsewhere = None if place is None else place()
         self._due: deque[AllocatorEvent] = deque()
-        """Segments that the card took and the model has not."""
+        """Segments of the card that the model has not reserved."""
         self._addresses = {
             block.address: block.address
             for segment in start
@@ -134,7 +133,7 @@ class _Run:
             if block.state is not BlockState.INACTIVE
         }
         self._pending: dict[int, int] = {}
-        """Stream that a freed block waits for, by the block's recorded address."""
+        """Recorded address of a freed block -> the stream that it waits for."""
         self._num_waits = 0
         self.allocator = CachingAllocator(device.config, place=self._place, record_history=True)
         self.allocator.adopt(start)

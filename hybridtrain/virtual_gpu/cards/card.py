@@ -7,8 +7,11 @@ from functools import cache
 from math import floor
 
 from hybridtrain.config.decode import decode
+from hybridtrain.config.rules import added_field
+from hybridtrain.errors import ConfigError
 from hybridtrain.units import GB, GIB, MIB, format_bytes
-from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, require_no, tables
+from hybridtrain.virtual_gpu.cards.card_names import unknown_card
+from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, raise_faults, tables
 
 MARGIN_SHARE = 0.05
 """Of a card's memory: a plan that leaves less of it free fits barely, on every card and in every answer.
@@ -22,6 +25,13 @@ NOT_FOUND = "not found"
 _KEPT_MIB, _KEPT_SHARE = 384, 0.01
 """What CUDA keeps of nvidia-smi's total where it is not known: no card with a source keeps as much."""
 _HOPPER = 9
+_BFLOAT16_TENSOR_CORES = (8, 0)
+"""Compute capability from which tensor cores multiply bfloat16 (CUDA C++ Programming Guide), and flash attention runs
+(flash_attn/flash_api.cpp)."""
+_FLOAT8_TENSOR_CORES = (8, 9)
+"""Likewise float8 (aten/src/ATen/native/cuda/Blas.cpp, ``_scaled_mm_allowed_device``)."""
+_EVERY_WHEEL = (7, 5)
+"""The least compute capability of torch's CUDA wheels but cu126 (https://github.com/pytorch/pytorch/pull/175253)."""
 _DATA_CENTER = frozenset({"8.0", "9.0"})
 """A100, H100, H200."""
 _GEFORCE = frozenset({"8.6", "8.9", "12.0"})
@@ -37,6 +47,15 @@ class FitVerdict(StrEnum):
     NO = "does not fit"
 
 
+class CardLimit(StrEnum):
+    """What an answer about a card must say."""
+
+    CAPACITY = "no published capacity: nvidia-smi's total less 1 % and 384 MiB is taken"
+    CONTEXT = "no published CUDA context: the largest known of its generation, or of all, is taken"
+    BFLOAT16 = "no tensor cores for bfloat16: it is priced at the rate of fp32"
+    WHEELS = "torch 2.11 to 2.13 has kernels for it in CUDA 12.6 wheels alone (cu126)"
+
+
 MARGIN_TOLD = (
     f"{FitVerdict.BARELY}, within the margin of {100 * MARGIN_SHARE:g} % for other drivers, libraries and a display"
 )
@@ -48,7 +67,8 @@ class Card:
     """Facts about one card: rates from its vendor, memory as CUDA gives it.
 
     What has no source is on the safe side: memory of the catalogue is 384 MiB and 1 % less than nvidia-smi's total, a
-    context that is left out the largest known of cards with the same compute capability.
+    context that is left out the largest known of cards with the same compute capability. Tensor cores below compute
+    capability 8.0 multiply no bfloat16: it is priced at the rate of fp32.
     """
 
     name: str
@@ -57,14 +77,18 @@ class Card:
     """Total MiB as CUDA gives it: torch's ``get_device_properties(0).total_memory``; nvidia-smi shows more."""
     compute_capability: str
     """As '8.9'."""
-    tflops_bf16: float
-    """Dense tensor-core rate with fp32 accumulation."""
+    tflops_bf16: float = None  # type: ignore[assignment]  # filled in below
+    """Dense tensor-core rate with fp32 accumulation, of float16 too; left out below compute capability 8.0."""
     tflops_fp32: float
     """Rate of the CUDA cores, which fp32 matmuls use unless TF32 is allowed."""
     memory_gbps: float
     """GB/s of device memory."""
     pcie_gbps: float
     """GB/s of the bus in one direction, theoretical."""
+    tflops_fp16: float = added_field(0.0)
+    """The same of float16, below compute capability 8.0; 0: none."""
+    year: int = field(default=0, compare=False)
+    """Of release; 0: unknown."""
     sms: int = 0
     """Multiprocessors; 0: unknown, nothing planned depends on it."""
     l2_mib: int = 0
@@ -84,12 +108,32 @@ class Card:
         if self.context_mib is None:
             object.__setattr__(self, "context_mib", safe_context_mib(self.compute_capability))
         rates = ("tflops_bf16", "tflops_fp32", "memory_gbps", "pcie_gbps")
-        faults = figure_faults(self, above_0=("memory_mib", *rates))
+        faults = figure_faults(self, above_0=("memory_mib", *rates), at_least_0=("tflops_fp16",))
         if self.context_mib < 0 or self.context_mib >= self.memory_mib:
             faults.append(f"context_mib: {self.context_mib} must be at least 0 and below memory_mib")
         if not re.fullmatch(r"\d+\.\d+", self.compute_capability):
             faults.append(f"compute_capability: '{self.compute_capability}' must read like '8.9'")
-        require_no(faults)
+        else:
+            faults += self._fill_in_bfloat16()
+        raise_faults(faults)
+
+    def _fill_in_bfloat16(self) -> list[str]:
+        """Set the rate of bfloat16 where tensor cores do not multiply it, and return faults of the rates of 16 bits."""
+        if self.has_bfloat16_tensor_cores:
+            missing = "tflops_bf16: missing; give the dense rate of the tensor cores with fp32 accumulation"
+            return [missing] if self.tflops_bf16 is None else []
+        if self.tflops_bf16 is None:
+            object.__setattr__(self, "tflops_bf16", self.tflops_fp32)
+        elif self.tflops_bf16 > self.tflops_fp32:
+            told = f"tflops_bf16: {self.tflops_bf16} must be left out at compute capability {self.compute_capability}"
+            return [f"{told}: tensor cores multiply bfloat16 from 8.0 on; give the rate of float16 as tflops_fp16"]
+        return []
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability as numbers."""
+        major, minor = self.compute_capability.split(".")
+        return int(major), int(minor)
 
     @property
     def family(self) -> str:
@@ -130,8 +174,29 @@ class Card:
         return f"{MARGIN_TOLD} ({format_bytes(self.margin_bytes)})" if verdict is FitVerdict.BARELY else verdict.value
 
     @property
-    def source_note(self) -> str:
-        """Return a sentence on the card's figures without a source; empty: all have one."""
+    def has_bfloat16_tensor_cores(self) -> bool:
+        """Whether tensor cores multiply bfloat16, and flash attention runs."""
+        return self.capability >= _BFLOAT16_TENSOR_CORES
+
+    @property
+    def has_float8_tensor_cores(self) -> bool:
+        """Whether tensor cores multiply float8."""
+        return self.capability >= _FLOAT8_TENSOR_CORES
+
+    @property
+    def limits(self) -> tuple[CardLimit, ...]:
+        """Return what an answer about this card must say."""
+        holds = {
+            CardLimit.CAPACITY: self.memory_source == NOT_FOUND,
+            CardLimit.CONTEXT: self.context_source == NOT_FOUND,
+            CardLimit.BFLOAT16: not self.has_bfloat16_tensor_cores,
+            CardLimit.WHEELS: self.capability < _EVERY_WHEEL,
+        }
+        return tuple(limit for limit, is_so in holds.items() if is_so)
+
+    @property
+    def note(self) -> str:
+        """Return a sentence on the card's limits, with the figures taken; empty: it has none."""
         figures = (
             (f"capacity ({format_bytes(self.memory_bytes)})", self.memory_source),
             (f"CUDA context ({format_bytes(self.context_bytes)})", self.context_source),
@@ -143,19 +208,27 @@ class Card:
             "its file states no source for {}": [told for told, source in figures if not source],
         }
         notes = [note.format(" and ".join(missing)) for note, missing in found.items() if missing]
+        if CardLimit.BFLOAT16 in self.limits:
+            notes.append(f"{CardLimit.BFLOAT16}, {self.tflops_bf16:g} TFLOPS (float16: {self._float16_tflops:g})")
+        notes += [limit for limit in self.limits if limit is CardLimit.WHEELS]
         return f"{self.name}: {'; '.join(notes)}" if notes else ""
 
     @property
     def cublas_workspace_bytes(self) -> int:
         """Per handle and stream, inside the allocator (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-        major = int(self.compute_capability.split(".")[0])
-        return 33_554_432 if major >= _HOPPER else 8_519_680
+        return 33_554_432 if self.capability[0] >= _HOPPER else 8_519_680
 
     @property
     def flops_per_second(self) -> dict[str, float]:
-        """Peak rate by element type."""
-        tensor_cores = self.tflops_bf16 * 1e12
-        return {"bfloat16": tensor_cores, "float16": tensor_cores, "float32": self.tflops_fp32 * 1e12}
+        """Peak rate by element type; of float8 twice that of bfloat16 (vendor whitepapers)."""
+        rates = {"bfloat16": self.tflops_bf16, "float16": self._float16_tflops, "float32": self.tflops_fp32}
+        if self.has_float8_tensor_cores:
+            rates |= {"float8_e4m3fn": 2 * self.tflops_bf16, "float8_e5m2": 2 * self.tflops_bf16}
+        return {name: tflops * 1e12 for name, tflops in rates.items()}
+
+    @property
+    def _float16_tflops(self) -> float:
+        return self.tflops_fp16 or self.tflops_bf16
 
     @property
     def memory_bytes_per_second(self) -> float:
@@ -184,11 +257,11 @@ def safe_memory_mib(nvidia_smi_mib: int) -> int:
 
 
 def safe_context_mib(compute_capability: str) -> int:
-    """Return the largest context in MiB known of cards of a compute capability; of none: of all but A100 and H100."""
+    """Return the largest context in MiB known of cards of a compute capability; of none: of all cards."""
     cards = [table for table in tables("hardware.toml").values() if "context_mib" in table]
     known: list[tuple[str, int]] = [(card["compute_capability"], card["context_mib"]) for card in cards]
     alike = [size for capability, size in known if capability == compute_capability]
-    return max(alike or [size for capability, size in known if capability not in _DATA_CENTER])
+    return max(alike or [size for _capability, size in known])
 
 
 def find_card(name: "Card | str") -> Card:
@@ -201,9 +274,15 @@ def find_card(name: "Card | str") -> Card:
     A name in the catalogue is a table of ``hardware.toml``; a file of your own has the same entries.
 
     Raises:
-        ConfigError: unknown name (the nearest one is suggested), or a faulty file.
+        ConfigError: unknown name (cards of that model are suggested), a card that is no CUDA card, or a faulty file.
     """
-    return find_entry(Card, "card", name, card_catalogue()) if isinstance(name, str) else name
+    if not isinstance(name, str):
+        return name
+    cards = card_catalogue()
+    if not name.endswith(".toml") and name not in cards:
+        reported = {known: (card.name, card.nvidia_smi_mib) for known, card in cards.items()}
+        raise ConfigError("card", [unknown_card(name, reported)])
+    return find_entry(Card, "card", name, cards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +305,7 @@ class Host:
         faults = figure_faults(self, above_0=amounts, at_least_0=("reserved_gib",))
         if self.memory_gib is not None and self.memory_gib <= self.reserved_gib:
             faults.append(f"memory_gib: {self.memory_gib} must be above reserved_gib ({self.reserved_gib})")
-        require_no(faults)
+        raise_faults(faults)
 
     def shared(self, ranks: int) -> "Host":
         """Return one rank's equal share of the machine's memory and disk."""

@@ -45,7 +45,7 @@ def figure_faults(owner: object, *, above_0: Iterable[str] = (), at_least_0: Ite
     return [f"{n}: {v} must be {limit} 0" for n, v, limit in found if v < 0 or (v == 0 and limit == "above")]
 
 
-def require_no(faults: Iterable[str]) -> None:
+def raise_faults(faults: Iterable[str]) -> None:
     """Raise a ``ValueError`` of all faults, if there are any."""
     if text := "\n".join(faults):
         raise ValueError(text)

@@ -17,7 +17,7 @@ from functools import cache
 
 from hybridtrain.units import GB
 from hybridtrain.virtual_gpu.cards.card import Card
-from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, read_catalogue, require_no
+from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, find_entry, raise_faults, read_catalogue
 
 
 class Collective(StrEnum):
@@ -59,7 +59,7 @@ class Link:
     """Share of the rate that is reached."""
 
     def __post_init__(self) -> None:
-        require_no(figure_faults(self, above_0=("gbps", "share"), at_least_0=("hop_seconds",)))
+        raise_faults(figure_faults(self, above_0=("gbps", "share"), at_least_0=("hop_seconds",)))
 
     def bytes_per_second(self, card: Card) -> float:
         """Return the rate at which a card sends."""
@@ -114,7 +114,7 @@ class World:
         faults = [f"{name}: {value} must be at least 1" for name, value in sizes.items() if value < 1]
         if not faults and not 0 <= self.rank < self.size:
             faults.append(f"rank: {self.rank} is not a rank of {self.size}; give one from 0 to {self.size - 1}")
-        require_no(faults)
+        raise_faults(faults)
         find_link(self.link), find_link(self.network)  # a wrong name fails at once
 
     @property

@@ -25,10 +25,10 @@ from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.account.ledger import OpRecord
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, Host
-from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, read_catalogue, require_no
+from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, raise_faults, read_catalogue
 
 
-class Bound(StrEnum):
+class Bottleneck(StrEnum):
     """The bottleneck of a step."""
 
     COMPUTE = "compute"
@@ -77,7 +77,7 @@ class Efficiency:
     def __post_init__(self) -> None:
         shares = ("matmul", "attention", "memory", "cached", "bus")
         others = ("inner_half", "waves_half", "launch_seconds", "kernel_seconds")
-        require_no(figure_faults(self, above_0=shares, at_least_0=others))
+        raise_faults(figure_faults(self, above_0=shares, at_least_0=others))
 
 
 DEFAULT_EFFICIENCY = Efficiency()
@@ -111,11 +111,11 @@ def time_errors() -> dict[str, SpeedAccuracy]:
 
 
 _BOUND_OF_LANE = {
-    Lane.COPY_IN: Bound.TRANSFER,
-    Lane.COPY_OUT: Bound.TRANSFER,
-    Lane.HOST: Bound.HOST,
-    Lane.DISK: Bound.DISK,
-    Lane.LINK: Bound.LINK,
+    Lane.COPY_IN: Bottleneck.TRANSFER,
+    Lane.COPY_OUT: Bottleneck.TRANSFER,
+    Lane.HOST: Bottleneck.HOST,
+    Lane.DISK: Bottleneck.DISK,
+    Lane.LINK: Bottleneck.LINK,
 }
 
 
@@ -126,7 +126,7 @@ class TimedOp:
     op: OpRecord
     start_s: float
     duration_s: float
-    bound: Bound
+    bound: Bottleneck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class StepTime:
 
     seconds: float
     """Until every lane has done its work."""
-    seconds_by_bound: dict[Bound, float]
+    seconds_by_bound: dict[Bottleneck, float]
     """Of the compute stream, waiting included; they add up to ``seconds``."""
     busy_seconds: dict[Lane, float]
     """Of each lane, hidden or not."""
@@ -147,7 +147,7 @@ class StepTime:
     ops: tuple[TimedOp, ...]
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> Bottleneck:
         """The bottleneck: the largest share."""
         return max(self.seconds_by_bound, key=lambda bound: self.seconds_by_bound[bound])
 
@@ -169,7 +169,7 @@ def estimate_step(
         ...     out = torch.empty(4096, 4096) @ torch.empty(4096, 4096)
         >>> time = estimate_step(ledger.trace().ops, find_card("rtx-4090"), upload_bytes=0)
         >>> time.flops, f"{1000 * time.seconds:.2f} ms", time.bound
-        (137438953472, '1.74 ms', <Bound.COMPUTE: 'compute'>)
+        (137438953472, '1.74 ms', <Bottleneck.COMPUTE: 'compute'>)
 
     Args:
         ops: The step's, in the order in which they were given to their lanes.
@@ -184,9 +184,9 @@ def estimate_step(
     issued = 0.0
     clocks = dict.fromkeys(Lane, upload)
     busy: defaultdict[Lane, float] = defaultdict(float, {Lane.COPY_IN: upload})
-    by_bound: defaultdict[Bound, float] = defaultdict(float, {Bound.TRANSFER: upload})
+    by_bound: defaultdict[Bottleneck, float] = defaultdict(float, {Bottleneck.TRANSFER: upload})
     ends: list[float] = []
-    causes: list[Bound] = []
+    causes: list[Bottleneck] = []
     timed: list[TimedOp] = []
     flops = bytes_moved = 0
     for op in ops:
@@ -196,7 +196,7 @@ def estimate_step(
                 start, waited_for = ends[number - first], causes[number - first]
         if op.lane is Lane.COMPUTE and op.bytes_moved:
             if issued > start:
-                start, waited_for = issued, Bound.MEMORY
+                start, waited_for = issued, Bottleneck.MEMORY
             issued += rates.launch
         beside = [lane for lane in _HOST_LANES if lane is not op.lane and clocks[lane] > start]
         duration, bound = rates.duration(op, beside)
@@ -206,7 +206,7 @@ def estimate_step(
             by_bound[bound] += duration
             flops += op.flops
             bytes_moved += op.bytes_moved
-        is_held_up = waited_for not in {None, Bound.COMPUTE, Bound.MEMORY, Bound.OPTIMIZER}
+        is_held_up = waited_for not in {None, Bottleneck.COMPUTE, Bottleneck.MEMORY, Bottleneck.OPTIMIZER}
         causes.append(waited_for if is_held_up and waited_for is not None else bound)
         clocks[op.lane] = start + duration
         ends.append(start + duration)
@@ -243,7 +243,7 @@ class Rates:
         self.bus = card.bus_bytes_per_second * efficiency.bus
         self._shares: dict[tuple[int, int, int], float] = {}
 
-    def duration(self, op: OpRecord, beside: Sequence[Lane]) -> tuple[float, Bound]:
+    def duration(self, op: OpRecord, beside: Sequence[Lane]) -> tuple[float, Bottleneck]:
         """Return the seconds for which an op occupies its lane, and its bottleneck.
 
         Args:
@@ -253,16 +253,21 @@ class Rates:
         least = self._efficiency.kernel_seconds
         if op.lane is Lane.LINK:
             memory = op.bytes_moved / self._memory_rate(op.bytes_moved, beside)
-            return max(op.link_seconds, memory, least), Bound.LINK
+            return max(op.link_seconds, memory, least), Bottleneck.LINK
         if op.lane is not Lane.COMPUTE:
             return max(op.bytes_moved / self._rate(op.lane, beside), least), _BOUND_OF_LANE[op.lane]
         if not op.bytes_moved:
-            return 0.0, Bound.MEMORY
-        compute = op.flops / (self._flops.get(op.dtype, self._flops["float32"]) * self._share(op)) if op.flops else 0.0
+            return 0.0, Bottleneck.MEMORY
+        compute = op.flops / (self._peak(op) * self._share(op)) if op.flops else 0.0
         memory = max(op.bytes_moved / self._memory_rate(op.bytes_moved, beside), least)
         if op.stage is Stage.UPDATE:
-            return max(compute, memory), Bound.OPTIMIZER
-        return max(compute, memory), Bound.COMPUTE if compute >= memory else Bound.MEMORY
+            return max(compute, memory), Bottleneck.OPTIMIZER
+        return max(compute, memory), Bottleneck.COMPUTE if compute >= memory else Bottleneck.MEMORY
+
+    def _peak(self, op: OpRecord) -> float:
+        """Return the peak arithmetic rate; attention without a flash kernel is taken to have that of fp32."""
+        is_slow = "attention" in op.name and not self._card.has_bfloat16_tensor_cores
+        return self._flops["float32"] if is_slow else self._flops.get(op.dtype, self._flops["float32"])
 
     def _memory_rate(self, num_bytes: int, beside: Sequence[Lane]) -> float:
         if num_bytes <= self._cached_bytes:

@@ -16,24 +16,24 @@ _PACKAGES = (
 """Packages whose version affects the bytes of a step."""
 _PLACES_SHOWN = 3
 _LIFE = 3
-"""Steps until whose third beginning variables may hold what one made: a loss holds the batch of the step before."""
+"""Steps for which a variable may keep a step's tensors: a loss keeps the previous batch."""
 NUM_STEPS_OF_GROWTH = 2 + _LIFE
-"""Steps that must have begun before growth can be told; the first makes the optimizer's state and does not count."""
+"""Steps needed to detect growth; the first creates the optimizer's state and does not count."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Noted:
-    """Notes on running code, beside its tensors."""
+class CodeNotes:
+    """Observations of running code."""
 
     refusals: list[str] = field(default_factory=list)
-    """What was refused to the code, in words: requests for memory, and sizes that depend on computed values. What
-    followed may be another path than on a card."""
+    """Refused operations: requests for memory, and sizes that depend on computed values. Afterwards the code may take
+    another path than on a card."""
     compiled: list[str] = field(default_factory=list)
-    """Where the code asked for compiled code, and by what; it is planned as eager code."""
+    """Places where the code requested compilation, and by what; it is planned as eager code."""
     uncounted: dict[str, str] = field(default_factory=dict)
-    """What ops take on a card that is not counted, and where the first of them was called."""
+    """Memory of ops on a card that is not counted, and the place of the first call."""
     approximated: dict[str, str] = field(default_factory=dict)
-    """What is planned otherwise than a card does it, and where."""
+    """Deviations of the plan from a card, and their places."""
     num_saves: int = 0
     num_backwards: int = 0
     num_evaluations: int = 0
@@ -41,11 +41,11 @@ class Noted:
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen(Noted):
-    """A ledger's notes on running code."""
+class LedgerNotes(CodeNotes):
+    """A ledger's observations of running code."""
 
     made_at: dict[int, str] = field(default_factory=dict)
-    """Code places that made storages of the third and later steps."""
+    """Storage -> code place that allocated it, from the third step on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +54,18 @@ class Growth:
 
     bytes_per_step: int
     places: tuple[str, ...]
-    """``file:line`` that made most of it, the largest first; empty where a run is too short to have noted them."""
+    """``file:line`` of the largest allocations; empty for runs too short to record them."""
 
     def full_at(self, num_steps: int, free_bytes: int) -> int:
-        """Return the approximate step at which memory is full, from the steps so far and the free bytes."""
+        """Return the approximate step at which memory is full, given the steps so far and the free bytes."""
         return num_steps + max(free_bytes, 0) // self.bytes_per_step
 
 
 def find_growth(trace: LedgerTrace, places: Mapping[int, str]) -> Growth | None:
-    """Find the bytes that each step leaks; None where there are none, or the run is too short to tell.
+    """Find the bytes that each step leaks; None if there is no growth, or the run is too short.
 
-    What a step allocated counts where it outlives the next two, and only as far as live bytes rose as well: so a queue
-    of batches that are fetched ahead is no growth.
+    A step's allocations count if they outlive the next two steps and live bytes rise too, so that a queue of prefetched
+    batches does not count.
     """
     if len(trace.steps) < NUM_STEPS_OF_GROWTH:
         return None
@@ -88,32 +88,32 @@ def find_growth(trace: LedgerTrace, places: Mapping[int, str]) -> Growth | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Basis(Noted):
-    """Observations of a script and their gaps; each refusal and each place of compiled code once."""
+class PlanBasis(CodeNotes):
+    """Basis of a script's plan: observations and their limits, without duplicates."""
 
     versions: dict[str, str]
     """Versions of the packages in use that affect the memory of a step."""
     num_steps: int
-    """Iterations in which every optimizer made its step."""
+    """Iterations in which every optimizer stepped."""
     has_state: bool
-    """Whether a whole step ran with the state of every optimizer in memory."""
+    """Whether a whole step ran with all optimizer state in memory."""
     growth: Growth | None
 
     @property
     def lower_bound(self) -> str:
-        """The reason why the plan is a lower bound; empty where it is none."""
+        """The reason why the plan is a lower bound; empty: it is not."""
         if not self.num_steps:
-            return "no step of a torch.optim optimizer ran, whose state would come on top"
+            return "no step of a torch.optim optimizer ran, so optimizer state is missing"
         return "" if self.has_state else "no whole step ran with the optimizer's state in memory; run more steps"
 
     @property
     def upper_bound(self) -> str:
-        """The reason why the plan is an upper bound; empty where it is none."""
+        """The reason why the plan is an upper bound; empty: it is not."""
         if not self.compiled:
             return ""
         return f"{_listed(self.compiled)} is planned as eager code, and compiled code needs less"
 
-    def worth(self, *, fits: bool) -> list[str]:
+    def caveats(self, *, fits: bool) -> list[str]:
         """Return the caveats of a verdict: reasons why the plan is a bound, and differences from a real card."""
         found = []
         if self.lower_bound and fits:
@@ -122,7 +122,7 @@ class Basis(Noted):
             found.append(f"UPPER BOUND: {self.upper_bound}")
         found += [f"APPROXIMATE: {what} ({where})" for what, where in self.approximated.items()]
         if self.refusals:
-            found.append(f"ON THIS PATH ONLY: the script caught what the virtual card refused ({self.refusals[0]})")
+            found.append(f"ON THIS PATH ONLY: the script caught an error of the virtual card ({self.refusals[0]})")
         return found
 
     def as_mapping(self) -> dict[str, object]:
@@ -143,17 +143,17 @@ class Basis(Noted):
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what was imported."""
+    """Return the versions of imported packages that affect memory."""
     loaded = {name: sys.modules[name] for name in _PACKAGES if name in sys.modules}
-    return {name: str(getattr(module, "__version__", "of unknown version")) for name, module in loaded.items()}
+    return {name: str(getattr(module, "__version__", "unknown version")) for name, module in loaded.items()}
 
 
 def growth_text(growth: Growth, num_steps: int, free_bytes: int) -> str:
-    """Return the sentence about memory that grows."""
-    made = f", made at {_listed(growth.places)}" if growth.places else ""
+    """Return a sentence on growing memory."""
+    made = f", allocated at {_listed(growth.places)}" if growth.places else ""
     return (
-        f"by {format_bytes(growth.bytes_per_step)} per step{made}; "
-        f"if that goes on, the card is full at about step {growth.full_at(num_steps, free_bytes):,}"
+        f"by {format_bytes(growth.bytes_per_step)} per step{made}; at this rate the card is full at about step "
+        f"{growth.full_at(num_steps, free_bytes):,}"
     )
 
 

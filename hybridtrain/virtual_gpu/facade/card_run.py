@@ -1,4 +1,4 @@
-"""A run's use of a card: bytes by class, the peak, the time of a step. Bytes are planned, times estimated."""
+"""A run's memory and time on a card. Bytes are planned, times estimated."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from hybridtrain.virtual_gpu.account.observer import Lane
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, Replay, StepMemory
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict
-from hybridtrain.virtual_gpu.cards.roofline import Bound, StepTime
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck, StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,30 +19,30 @@ class CardRun:
     card: Card
     trace: LedgerTrace
     uncapped: Replay
-    """The replay without a cap: the run's demand."""
+    """The replay without a cap: memory that the run needs."""
     capped: Replay
     """The replay under the card's cap, with cached segments released and requests retried."""
     time: StepTime
-    """Of the last step."""
+    """Time of the last step."""
 
     @property
     def fits_card(self) -> bool:
-        """Whether every step ran under the card's cap; ``verdict`` keeps a margin besides."""
+        """Whether every step fits under the card's cap; ``verdict`` also requires the margin."""
         return self.capped.oom is None
 
     @property
     def verdict(self) -> FitVerdict:
-        """Whether it fits, and leaves the margin free."""
+        """Whether it fits with the margin."""
         return self.card.verdict(self.device_used_bytes, fits=self.fits_card)
 
     @property
     def oom(self) -> OutOfMemory | None:
-        """The refused request, if any."""
+        """The request that ran out of memory, if any."""
         return self.capped.oom
 
     @property
     def steps(self) -> tuple[StepMemory, ...]:
-        """Peaks per step: under the cap where the run fits, without a cap where it does not."""
+        """Peaks per step: under the cap if the run fits, else without a cap."""
         return self.capped.steps if self.fits_card else self.uncapped.steps
 
     @property
@@ -61,12 +61,12 @@ class CardRun:
         return self.peak_reserved_bytes + self.card.context_bytes
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> Bottleneck:
         """The bottleneck of the estimated time."""
         return self.time.bound
 
     def by_class(self) -> dict[TensorClass, int]:
-        """Return the holders of the peak's allocated bytes."""
+        """Return the peak's allocated bytes by class."""
         return self.peak.by_class
 
     def moments(self) -> Iterator[tuple[float, dict[TensorClass, int]]]:
@@ -84,7 +84,7 @@ class CardRun:
     def summary(self) -> str:
         """Return peak, holders and time in four lines; a fifth lists the card's figures without a source."""
         peak, used = self.peak, self.device_used_bytes
-        outcome, note = self.card.told(self.verdict), self.card.source_note
+        outcome, note = self.card.told(self.verdict), self.card.note
         held = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.by_class.items() if size)
         lines = (
             f"{self.card.name}: {outcome}, {format_bytes(used)} of {format_bytes(self.card.memory_bytes)} used",
@@ -93,7 +93,7 @@ class CardRun:
                 f"{format_bytes(self.peak_reserved_bytes)} reserved"
             ),
             f"held by {held}",
-            f"a step takes {format_seconds(self.time.seconds)}, bound by {self.bound}",
+            f"a step takes {format_seconds(self.time.seconds)}, bottleneck: {self.bound}",
             *filter(None, [note]),
         )
         return "\n".join(lines)

@@ -1,10 +1,8 @@
-"""Files of tensors without values: what ``torch.save``, ``torch.load`` and safetensors do under a virtual card.
+"""Tensor files without values: ``torch.save``, ``torch.load`` and safetensors under a virtual card.
 
-A virtual tensor is saved as its shape, type and place, with its values where they are known. A safetensors file gets
-the header and the length that it would have, and no data: a hole that reads as zeros and takes no disk. So a script may
-save checkpoints of any size and load them again. Never over a file with values: that is refused.
-
-Not modelled: the host memory that writing takes, and that tensors of a file may share storage.
+A virtual tensor is saved as shape, dtype and place, with known values. A safetensors file gets its real header and
+length, but as a sparse file without data. So scripts can save and load checkpoints of any size; existing files with
+values are never overwritten. Not modelled: host memory of writing, and shared storages in a file.
 """
 
 import json
@@ -26,17 +24,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 _MARK = "hybridtrain_virtual"
-"""Marks a file as one without values."""
+"""Marker of a file without values."""
 _TRUE_DEVICE = torch.device
 Locate = Callable[[str], torch.device]
 _locators: list[Locate] = []
-"""Targets of a file's tensors by saved device; the last one holds. Empty: there is no virtual card."""
+"""map_location stack: saved device -> target of a file's tensors. Empty: no virtual card."""
 
 
 def hybridtrain_virtual(
     device: str, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], values: Tensor | None
 ) -> Tensor:
-    """Return a tensor that was saved under a virtual card. Files refer to this function by name.
+    """Restore a tensor saved under a virtual card; files refer to this function by name.
 
     Raises:
         RuntimeError: There is no virtual card.
@@ -56,7 +54,7 @@ def hybridtrain_virtual(
 def checkpoint_files(
     is_virtual: Callable[[Tensor], bool], known: Callable[[Tensor], Tensor | None], note_save: Callable[[], None]
 ) -> Iterator[None]:
-    """Replace the writing and reading of tensor files inside the block."""
+    """Replace reading and writing of tensor files inside the block."""
     true_reduce: Callable[[Tensor, int], Any] = torch.Tensor._reduce_ex_internal
     true_save: Callable[..., None] = torch.save
     true_load: Callable[..., Any] = torch.load
@@ -163,8 +161,8 @@ def _check_overwrites(what: str, file: object) -> None:
     path = Path(file)
     if path.is_file() and path.stat().st_size and not _has_mark(path):
         raise FileExistsError(
-            f"{what}: {path} exists and holds values; a virtual GPU writes shapes only and does not replace it; "
-            "give the script another output folder."
+            f"{what}: {path} exists and holds values; a virtual GPU writes shapes only and does not overwrite it; "
+            f"give the script another output folder."
         )
 
 

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-call"
-"""A script's view of a card: ``torch.cuda``, the tensor methods that name a device, and other users of devices.
+"""A script's view of a card: ``torch.cuda``, tensor methods with a device, and other device APIs.
 
-``facade`` replaces attributes of torch while it is open and puts every one back. Nothing of a real card is touched,
-on a machine that has one neither.
+``facade`` replaces torch's attributes while it is open, and restores all. A real card is never used.
 """
 
 import os
@@ -26,17 +25,17 @@ from hybridtrain.virtual_gpu.facade.cuda_module import CARD, answering, cuda_nam
 from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
-from hybridtrain.virtual_gpu.facade.stand_in import where_called
+from hybridtrain.virtual_gpu.facade.placeholders import where_called
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods, as_device
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _TRUE_DEVICE = torch.device
 _FROM_DATA = ("tensor", "as_tensor", "asarray")
 _NCCL_VERSION = (2, 27, 5)
-"""Reported to scripts that ask whether it can reduce bfloat16 (2.10 can)."""
+"""Reported NCCL version; 2.10 can reduce bfloat16."""
 _CUDNN_VERSION = 91002
 Replaced = Iterator[tuple[Any, str, Any]]
-"""Owner, name and what takes its place."""
+"""(owner, name, replacement)."""
 
 
 @contextmanager
@@ -105,7 +104,7 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
 
 def _group_by_place(true_group: Callable[..., Any]) -> Callable[..., Any]:
     def group(tensorlistlist: Any, with_indices: bool = False) -> Any:
-        """Group tensors as torch does, by the places that they would have."""
+        """Group tensors as torch does, by their virtual devices."""
         named: dict[Any, Any] = {}
         for (_, dtype), (lists, indices) in true_group(tensorlistlist, with_indices).items():
             for position, first in enumerate(lists[0]):
@@ -124,7 +123,7 @@ def _kernels(ledger: VirtualLedger) -> Replaced:
     true_dropout = torch.dropout
 
     def dropout(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002  torch's names
-        """Drop elements by one kernel that keeps a mask of booleans (aten/src/ATen/native/Dropout.cpp)."""
+        """Dropout by one kernel that keeps a boolean mask (aten/src/ATen/native/Dropout.cpp)."""
         if train and 0 < p < 1 and input.numel() and ledger.place_of(input) is Place.DEVICE:
             return torch.native_dropout(input, p, train)[0]
         return true_dropout(input, p, train)
@@ -137,7 +136,7 @@ def _kernels(ledger: VirtualLedger) -> Replaced:
 
 def _unfused(ledger: VirtualLedger, name: str) -> Callable[..., Any]:
     function = getattr(torch._VF, name)
-    told = f"{name.partition('_')[0].upper()} planned op by op, where cuDNN has one kernel that keeps other tensors"
+    told = f"{name.partition('_')[0].upper()} planned op by op, while cuDNN uses one kernel that keeps other tensors"
 
     def run(input: Tensor, *args: Any) -> Any:  # noqa: A002  torch's name
         if ledger.place_of(input) is Place.DEVICE:
@@ -200,8 +199,8 @@ def _to_one_card(inputs: Any, kwargs: Any, cards: Any, dim: int = 0) -> tuple[An
     """
     if len(cards) > 1:
         raise NotImplementedError(
-            f"virtual GPU: DataParallel over {len(cards)} cards is not planned; plan DistributedDataParallel with "
-            "--world, or DataParallel of one card (device_ids=[0])."
+            f"virtual GPU: DataParallel over {len(cards)} cards is not supported; use DistributedDataParallel with "
+            f"--world, or DataParallel with one card (device_ids=[0])."
         )
     card = as_device(cards[0])
     inputs, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(card), (tuple(inputs), kwargs or {}))
@@ -213,7 +212,7 @@ def _drawn_once(ledger: VirtualLedger) -> Callable[..., Tensor]:
     true_draw = torch.nn.init._no_grad_trunc_normal_
 
     def draw(*args: Any, **kwargs: Any) -> Tensor:
-        with ledger.stand_ins.answering(truth=False):
+        with ledger.placeholders.answering(truth=False):
             return true_draw(*args, **kwargs)
 
     return draw
@@ -312,7 +311,7 @@ def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
         autocast.clear_cache()
 
     class Generator(true_generator):  # type: ignore[misc, valid-type]
-        """A generator whose numbers are never drawn."""
+        """A placeholder generator, whose numbers are never drawn."""
 
         def __new__(cls, device: Any = "cpu") -> Any:  # noqa: ARG004  torch's signature
             return super().__new__(cls, device="cpu")

@@ -39,7 +39,7 @@ def answering(answer: Callable[[], Any]) -> Callable[..., Any]:
 
 
 class VirtualStream:
-    """A stream, or an event on it, of a card that has done everything at once."""
+    """A stream or event of a card on which all work is complete at once."""
 
     cuda_stream = cuda_event = stream_id = device_index = priority = 0
     device = CARD
@@ -54,7 +54,7 @@ class VirtualStream:
         pass
 
     def query(self) -> bool:
-        """Return True: all work is done."""
+        """Return True: all work is complete."""
         return True
 
     def is_capturing(self) -> bool:
@@ -62,11 +62,11 @@ class VirtualStream:
         return False
 
     def elapsed_time(self, _other: object) -> float:
-        """Return placeholder milliseconds; the report has the estimated time of a step."""
+        """Return placeholder milliseconds; the report has the estimated step time."""
         return 1.0
 
     def record_event(self, event: "VirtualStream | None" = None) -> "VirtualStream":
-        """Return an event that has happened."""
+        """Return a completed event."""
         return event or VirtualStream()
 
     def synchronize(self, *_args: object) -> None:
@@ -76,7 +76,7 @@ class VirtualStream:
 
 
 def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
-    """Return the replacements in ``torch.cuda``; the same names elsewhere in torch mean the same."""
+    """Return the replacements in ``torch.cuda``, also used for equal names elsewhere in torch."""
     allocator, card = ledger.allocator, ledger.card
     major, minor = (int(part) for part in card.compute_capability.split("."))
     properties = SimpleNamespace(
@@ -106,7 +106,6 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         "get_device_capability": lambda: (major, minor),
         "get_device_properties": lambda: properties,
         "get_arch_list": lambda: [f"sm_{major}{minor}"],
-        "is_bf16_supported": lambda: major >= 8,
         "is_tf32_supported": lambda: major >= 8,
         "memory_allocated": lambda: allocator.allocated_bytes,
         "max_memory_allocated": lambda: allocator.peak_allocated_bytes,
@@ -125,6 +124,7 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         **dict.fromkeys(_NOTHING, do_nothing),
         **{name: answering(answer) for name, answer in answers.items()},
         **dict.fromkeys(("current_stream", "default_stream", "Stream", "Event"), VirtualStream),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or card.has_bfloat16_tensor_cores,
         "set_per_process_memory_fraction": set_fraction,
         "empty_cache": ledger.release_cache,
     }

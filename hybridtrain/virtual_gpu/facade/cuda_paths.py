@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Kernels that torch chooses only on CUDA, and the scratch that they allocate.
+"""CUDA-only choices of kernels, and their scratch memory.
 
 Composite ops choose by device: attention, autocast, and dropout (in ``cuda_facade``). While ``cuda_paths`` is open,
-tensors of a virtual card take the card's choice. Each rule names its source in torch 2.13.
+they choose for virtual tensors as on CUDA. Each rule names its source in torch 2.13.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,10 @@ from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _ATEN = torch.ops.aten
 _HALVES = frozenset({torch.float16, torch.bfloat16})
+_EFFICIENT = frozenset({*_HALVES, torch.float32})
+"""Types of memory-efficient attention; bfloat16 from compute capability 8.0 on (cuda/sdp_utils.cpp)."""
 _AUTOCAST_KEY: Any = torch._C._parse_dispatch_key("AutocastPrivateUse1")
-"""A key that no other device has taken; autocast for CUDA looks at real CUDA tensors only."""
+"""An unused dispatch key, as CUDA's autocast key applies to real CUDA tensors only."""
 
 LOWER_PRECISION = (
     "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
@@ -46,7 +48,7 @@ FULL_PRECISION_RESULT = (
     "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
     "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
 )  # fmt: skip
-"""Ops that autocast tells to return fp32; nothing is converted before."""
+"""Ops that autocast lets return fp32, without converting inputs."""
 WIDEST = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add", "cat", "stack",
@@ -56,7 +58,7 @@ WIDEST = (
 
 @contextmanager
 def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
-    """Make composite ops on a virtual card's tensors choose as on CUDA, and autocast apply to them."""
+    """Make composite ops and autocast treat a virtual card's tensors as CUDA tensors."""
     fallback = torch.library.Library("_", "IMPL")
     paths = torch.library.Library("aten", "IMPL")
     autocast = Autocast(ledger)
@@ -101,7 +103,7 @@ _CUDA_KERNELS: dict[str, Callable[..., Any]] = {
     "_fused_sgd_": lambda *_args, **_kwargs: None,
     "_fused_sgd_.tensor_lr": lambda *_args, **_kwargs: None,
 }
-"""Ops that are one kernel on CUDA, and none or several on the meta device (native_functions.yaml)."""
+"""Ops with one kernel on CUDA, but none or several on the meta device (native_functions.yaml)."""
 
 
 def _overload(name: str) -> Op | None:
@@ -111,7 +113,7 @@ def _overload(name: str) -> Op | None:
 
 
 class Autocast:
-    """Converts operands as autocast for CUDA does (aten/src/ATen/autocast_mode.cpp), weights once a region."""
+    """Casts operands as CUDA's autocast does (aten/src/ATen/autocast_mode.cpp), weights once per region."""
 
     def __init__(self, ledger: VirtualLedger) -> None:
         self._ledger = ledger
@@ -124,7 +126,7 @@ class Autocast:
         torch._C._dispatch_tls_set_dispatch_key_included(_AUTOCAST_KEY, is_enabled)
 
     def clear_cache(self) -> None:
-        """Forget converted weights, as the outermost region does at its end."""
+        """Clear cast weights, as at the end of the outermost region."""
         self._cache.clear()
 
     def rules(self) -> Iterator[tuple[Callable[[Op], Callable[..., Any]], tuple[str, ...]]]:
@@ -204,7 +206,7 @@ class _Attention(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether there are four dimensions, and one element type."""
+        """Whether all have four dimensions and one dtype."""
         return self.query.dim() == 4 and self.query.dtype == self.key.dtype == self.value.dtype
 
 
@@ -256,7 +258,7 @@ class _AttentionChoice:
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and call.is_uniform
-            and query.dtype in {*_HALVES, torch.float32}
+            and query.dtype in (_EFFICIENT if self._capability >= 80 else _EFFICIENT - {torch.bfloat16})
             and query.shape[-1] % aligned == value.shape[-1] % aligned == 0
             and query.shape[-3] == key.shape[-3] == value.shape[-3]
             and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
@@ -267,14 +269,15 @@ class _AttentionChoice:
 
         Kernels and their order: mem_eff_attention/kernels/generate_kernels.py; accumulators: ``workspace_size`` of
         mem_eff_attention/kernel_backward.h; splits of the keys: attention_backward.cu, all in native/transformers/cuda.
-        Taken for granted: compute capability 8.0 or above, and that 128 x 128 blocks fit the shared memory of 8.0 and
-        9.0 alone.
+        Taken for granted: 128 x 128 blocks fit the shared memory of 8.0, 9.0 and 10.x alone; below 8.0 blocks are of
+        64 x 64, which take the most scratch.
         """
         query, key, value = args[1:4]
         batch, heads, rows, width = query.shape
         columns, rows_of_sums = key.shape[-2], int(4 * batch * heads * rows)
-        is_half, is_large = query.dtype in _HALVES, self._capability in {80, 90, 100}
-        in_registers = width <= 64 or (width <= 128 and is_large) or (width <= 96 and not args[9])
+        is_half, is_large = query.dtype in _HALVES, self._capability in {80, 90, 100, 103}
+        has_96 = self._capability >= 80 and not args[9]
+        in_registers = width <= 64 or (width <= 128 and is_large) or (width <= 96 and has_96)
         block_rows = 128 if width > 64 and (is_large or in_registers) else 64
         block_columns = 128 if is_half and 64 < width <= 128 and is_large else 64
         splits = -(-columns // block_columns)

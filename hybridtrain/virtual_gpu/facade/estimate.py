@@ -1,4 +1,4 @@
-"""The memory and time of any model's training step on a card, in one call; the shape asked for in pytorch/rfcs#108."""
+"""Memory and time of any model's training step on a card, in one call (API of pytorch/rfcs#108)."""
 
 import copy
 import inspect
@@ -16,13 +16,13 @@ from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, find_card
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
-from hybridtrain.virtual_gpu.facade.stand_in import StandIn
+from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 Batch = Mapping[str, Any] | Tensor | tuple[Any, ...]
 Loss = Callable[[nn.Module, Any], Tensor]
 _NUM_STEPS = 2
-"""The first step makes the optimizer's state, the second runs beside it."""
+"""Planned steps: the first creates the optimizer's state, the second runs with it."""
 _LARGEST = 2**20
 
 
@@ -33,26 +33,26 @@ class MemoryEstimate:
     card: Card
     batch_size: int
     oom: str
-    """The card's error message where it is full; empty: the step fits."""
+    """The out-of-memory message; empty: the step fits."""
     _plan: Callable[[Card, int], "MemoryEstimate"] = field(repr=False)
-    """The same step on another card, with another batch size."""
+    """Plans the same step on another card with another batch size."""
     _gpu: VirtualGpu = field(repr=False)
 
     @property
     def fits_card(self) -> bool:
-        """Whether the step runs on the card it was asked for; ``verdict`` keeps a margin besides."""
+        """Whether the step fits the requested card; ``verdict`` also requires the margin."""
         return not self.oom
 
     @property
     def verdict(self) -> FitVerdict:
-        """Whether the step fits, and leaves the card's margin free."""
+        """Whether the step fits with the card's margin."""
         used = self._gpu.ledger.allocator.peak_reserved_bytes + self.card.context_bytes
         return self.card.verdict(used, fits=self.fits_card)
 
     @cached_property
     def run(self) -> CardRun:
-        """Steps, peaks, holders and times; on a card that is large enough where the one asked for is not."""
-        return (self._plan(boundless(self.card), self.batch_size)._gpu if self.oom else self._gpu).report()
+        """Steps, peaks, holders and times; on a card with enough memory if the requested one is too small."""
+        return (self._plan(with_unlimited_memory(self.card), self.batch_size)._gpu if self.oom else self._gpu).report()
 
     @property
     def peak_bytes(self) -> int:
@@ -67,27 +67,27 @@ class MemoryEstimate:
         """Return the peak's bytes by module path, the largest first.
 
         Args:
-            depth: Names after which a path is cut; None: after the first number, which is a block's.
+            depth: Most parts of a path; None: up to the first number, a block's.
         """
         return by_module(self.run, depth)
 
     def reserved_range(self) -> ReservedRange:
-        """Return the range of reserved bytes with other lengths, more steps, or an evaluation first."""
+        """Return the range of reserved bytes with other sequence lengths, more steps, or an evaluation first."""
         workspace = self.card.cublas_workspace_bytes
         return reserved_range(self.run.trace, workspace_bytes=workspace, config=self._gpu.config)
 
-    def stand_ins(self) -> tuple[StandIn, ...]:
-        """Return the places where the model read placeholder values."""
-        return self._gpu.stand_ins()
+    def placeholders(self) -> tuple[PlaceholderUse, ...]:
+        """Return the places where the model used placeholder values."""
+        return self._gpu.placeholders()
 
     def fits(self, card: Card | str) -> bool:
-        """Return whether the step fits a card with its margin; kernels as of attention are chosen for that card."""
+        """Return whether the step fits a card with its margin, with that card's kernels."""
         return self._plan(find_card(card), self.batch_size).verdict is FitVerdict.FITS
 
     def largest_batch(self, card: Card | str | None = None) -> int:
-        """Return the largest batch size whose step fits a card and leaves its margin free; 0 where no sample does.
+        """Return the largest batch size whose step fits a card with its margin; 0 if none does.
 
-        Each size tried is a dry run of its own; sizes are doubled, then halved in.
+        Each tried size is a dry run; sizes are doubled, then bisected.
         """
         chosen = self.card if card is None else find_card(card)
         low, high = 0, 1
@@ -102,9 +102,9 @@ class MemoryEstimate:
         return low
 
     def summary(self) -> str:
-        """Return outcome, peak, holders and time in a few lines, and whether the plan is a bound."""
-        worth = self._gpu.basis().worth(fits=self.fits_card)
-        return "\n".join([*filter(None, [self.oom]), self.run.summary(), *worth])
+        """Return outcome, peak, holders and time in a few lines, with caveats."""
+        caveats = self._gpu.basis().caveats(fits=self.fits_card)
+        return "\n".join([*filter(None, [self.oom]), self.run.summary(), *caveats])
 
 
 def estimate_memory(
@@ -119,7 +119,7 @@ def estimate_memory(
     micro_batches: int = 1,
     allocator: AllocatorConfig | None = None,
 ) -> MemoryEstimate:
-    """Plan a training step of ``model`` on ``card``, without the card and without the memory.
+    """Plan a training step of ``model`` on ``card``, without the card or its memory.
 
         >>> import torch
         >>> from hybridtrain import estimate_memory
@@ -130,25 +130,27 @@ def estimate_memory(
         (True, True, 1073905664)
 
     Args:
-        model: A module, or what makes one; only what makes one need not exist in memory (a transformers model:
-            ``lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)``). A module is not changed.
-        batch: What the model is called with: a mapping of keyword arguments, a tuple of arguments, or one tensor; the
-            first size of each tensor is the batch. Values matter only where the model asks for them (masks, lengths).
+        model: A module (not changed), or a function that returns one, which needs no memory (a transformers model:
+            ``lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)``).
+        batch: The model's arguments: a mapping of keyword arguments, a tuple, or one tensor; the first dimension of
+        each tensor is the batch. Values matter only if the model reads them (masks, lengths).
         card: The card, its name, or a TOML file that describes it.
-        optimizer: Name of a class of ``torch.optim``, with its defaults, or what makes one of parameters.
-        loss: Of model and batch; None: ``model(batch).loss`` where there is one, the mean of the output elsewhere.
-        autocast: Element type of ``torch.autocast`` around the forward pass; None: without.
+        optimizer: Name of a class in ``torch.optim``, with its defaults, or a function from parameters to an optimizer.
+        loss: Function of model and batch; None: ``model(batch).loss`` if it exists, else the output's mean.
+        autocast: Dtype of ``torch.autocast`` around the forward pass; None: no autocast.
         clip_grad_norm: Largest norm of the gradients; None: no clipping.
         micro_batches: How many batches make one optimizer step.
         allocator: Settings of the caching allocator; None: torch's defaults.
 
     Raises:
-        ConfigError: Card or optimizer are not known, or the batch holds no tensor.
+        ConfigError: card or optimizer is unknown, or the batch has no tensor.
         DataDependentError: The model makes a tensor whose size depends on computed values.
     """
     first = next((value for value in _tensors(batch) if value.dim()), None)
     if first is None:
-        raise ConfigError("estimate_memory", ["batch: holds no tensor with a first size; give what the model takes."])
+        raise ConfigError(
+            "estimate_memory", ["batch: contains no tensor with a batch dimension; give the model's arguments."]
+        )
     settings = {
         "optimizer": _optimizer(optimizer), "loss": loss or _default_loss, "autocast": autocast,
         "clip_grad_norm": clip_grad_norm, "micro_batches": micro_batches, "allocator": allocator,
@@ -259,6 +261,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     return iter(found)
 
 
-def boundless(card: Card) -> Card:
-    """Return the card with more memory than any step takes."""
+def with_unlimited_memory(card: Card) -> Card:
+    """Return the card with unlimited memory."""
     return replace(card, memory_mib=2**40)

@@ -1,4 +1,4 @@
-"""Values of virtual tensors that follow from the script's own data: small ones are kept beside their storage."""
+"""Known values of virtual tensors, computed from the script's own data: small ones are kept beside their storage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,21 +25,21 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     map_tensors,
     without_generator,
 )
-from hybridtrain.virtual_gpu.facade.stand_in import StandIns
+from hybridtrain.virtual_gpu.facade.placeholders import Placeholders
 
 _CPU = torch.device("cpu")
 _MASKS = frozenset({torch.bool, torch.uint8})
 
 
 class Place(Enum):
-    """The place of a tensor's bytes."""
+    """Device that a virtual tensor's bytes belong to."""
 
     HOST = "cpu"
     DEVICE = "cuda"
 
 
 @dataclass(slots=True)
-class Holding:
+class VirtualStorage:
     """A virtual storage."""
 
     place: Place
@@ -50,11 +50,11 @@ class Holding:
     values: torch.UntypedStorage | None = None
     """Known values, on the CPU."""
     fill: bool | None = None
-    """The value of all elements, where none was computed."""
+    """Placeholder value of all elements."""
     label: tuple[TensorClass, str] | None = None
-    """Its class before it was resized to nothing."""
+    """Class before it was resized to nothing."""
     arriving: int | None = None
-    """Number of a collective that works on it, for which readers wait."""
+    """Number of the collective that writes it, for which readers wait."""
 
     def forget(self) -> None:
         """Mark its values as unknown."""
@@ -62,13 +62,13 @@ class Holding:
 
 
 class KnownValues:
-    """Keeps values, and computes with them on the CPU where all that an op reads is known and small."""
+    """Keeps known values, and computes ops on the CPU if all inputs are known and small."""
 
-    def __init__(self, held: Mapping[int, Holding], stand_ins: StandIns) -> None:
-        self._held, self._stand_ins = held, stand_ins
+    def __init__(self, held: Mapping[int, VirtualStorage], placeholders: Placeholders) -> None:
+        self._held, self._placeholders = held, placeholders
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor's values, on the CPU; None where they do not follow from the script's own data."""
+        """Return a tensor's known values, on the CPU; None if unknown."""
         if not is_truly_meta(tensor):
             return tensor
         holding = self._held.get(tensor.untyped_storage()._cdata)
@@ -84,7 +84,7 @@ class KnownValues:
             holding.forget()
 
     def keep(self, func: Op, out: Any, written: Sequence[Tensor], results: Any) -> None:
-        """Keep the values of new tensors; forget those of tensors that were overwritten by unknown ones."""
+        """Keep the values of new tensors; forget those overwritten by unknown ones."""
         if results is None:
             for tensor in written:
                 self.forget(tensor)
@@ -103,10 +103,10 @@ class KnownValues:
                 self._fresh(tensor, holding).copy_(value)
 
     def compute(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
-        """Return an op's results on the CPU, none as an empty tuple; None where they are not known.
+        """Compute an op's results on the CPU (no results: empty tuple); None if unknown.
 
-        A factory's numbers are known, drawn ones too, for scripts make batches of them; what is drawn from operands is
-        not.
+        Results of factories are known, random ones included, as scripts make batches of them; random functions of
+        operands are not.
         """
         traits = traits_of(func)
         if func.is_view or (traits.is_random and operands):
@@ -125,7 +125,7 @@ class KnownValues:
             if known is None:
                 known = self._assume(func, args, tensor)
             if known is None:
-                return self._stand_ins.rule(func, args)
+                return self._placeholders.rule(func, args)
             values[id(tensor)] = known
         kwargs = without_generator(kwargs)
         if "device" in kwargs:
@@ -133,19 +133,19 @@ class KnownValues:
         return _on_cpu(func, args, kwargs, values)
 
     def read(self, func: Op, args: Args, _kwargs: Kwargs) -> Any:
-        """Return a number."""
+        """Return a tensor's single value as a Python number, a placeholder if unknown."""
         known = self.of(args[0])
-        return self._stand_ins.number(func, args[0].dtype) if known is None else known.item()
+        return self._placeholders.number(func, args[0].dtype) if known is None else known.item()
 
     def compare(self, func: Op, args: Args, kwargs: Kwargs) -> bool:
         """Return whether two tensors are equal, or close."""
         one, other = self.of(args[0]), self.of(args[1])
         if one is None or other is None:
-            return bool(self._stand_ins.number(func, torch.bool))
+            return bool(self._placeholders.number(func, torch.bool))
         return bool(func(one, other, *args[2:], **kwargs))
 
     def is_masked_fill(self, func: Op, args: Args) -> bool:
-        """Return whether a put needs no positions: one mask, a number from the host (TensorAdvancedIndexing.cpp)."""
+        """Return whether ``index_put_`` becomes a masked fill: one mask, a host scalar (TensorAdvancedIndexing.cpp)."""
         if func not in PUTS:
             return False
         masks = [(place, index) for place, index in enumerate(args[1]) if index is not None]
@@ -157,13 +157,13 @@ class KnownValues:
         return is_of_host and mask.shape == args[0].shape[place : place + mask.dim()] and mask.dtype in _MASKS
 
     def resolve_masks(self, func: Op, args: Args) -> tuple[Any, ...]:
-        """Replace boolean indices that are known by their positions.
+        """Replace known boolean indices by their positions.
 
         Raises:
             DataDependentError: The shape of a result depends on unknown values.
         """
         if func not in TAKES_HOST_INDICES:
-            self._stand_ins.refuse(func)
+            self._placeholders.refuse(func)
         indices: list[Tensor | None] = []
         for index in args[1]:
             if index is None or index.dtype not in _MASKS:
@@ -171,11 +171,11 @@ class KnownValues:
                 continue
             known = self.of(index)
             if known is None:
-                self._stand_ins.refuse(func)
+                self._placeholders.refuse(func)
             indices += map(like, known.nonzero(as_tuple=True))
         return (args[0], indices, *args[2:])
 
-    def _fresh(self, tensor: Tensor, holding: Holding) -> Tensor:
+    def _fresh(self, tensor: Tensor, holding: VirtualStorage) -> Tensor:
         """Return unset memory for the values of a tensor."""
         holding.values = torch.UntypedStorage(holding.size)  # type: ignore[no-untyped-call]
         known = self.of(tensor)
@@ -189,7 +189,7 @@ class KnownValues:
             if holding is not None and tensor.nbytes == holding.size:
                 return self._fresh(tensor, holding)
         if tensor.numel() == 1 and func._overloadpacket in QUESTIONS:
-            self._stand_ins.note(func, "one number of which something is asked: 1")
+            self._placeholders.note(func, "a tested number: 1")
             return torch.ones(tensor.shape, dtype=tensor.dtype)
         return None
 

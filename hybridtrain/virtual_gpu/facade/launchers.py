@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Launchers and the Python processes that they start, run in this process: no other one has the virtual card."""
+"""Launchers and the Python processes that they start, run in this process, the only one with the virtual card."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from hybridtrain.errors import ConfigError
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?(\.exe)?")
 _WITH_VALUE = {"-X", "-W"}
-"""Options of the interpreter that take the next word."""
+"""Interpreter options with an argument."""
 _WITHOUT_VALUE = {"-u", "-B", "-E", "-I", "-O", "-OO", "-P", "-s", "-S", "-q", "-v", "-b"}
 
 
@@ -29,12 +29,12 @@ class PythonCommand:
     """A command for a Python interpreter."""
 
     name: str
-    """A file, or a module."""
+    """A file, or a module name."""
     is_module: bool
     arguments: tuple[str, ...]
 
     def run(self) -> None:
-        """Run it as ``__main__``, with the ``sys.argv`` and ``sys.path`` that it has where Python itself runs it."""
+        """Run it as ``__main__``, with ``sys.argv`` and ``sys.path`` as Python sets them."""
         outer = sys.argv, sys.path[:]
         sys.argv = [self.name, *self.arguments]
         sys.path.insert(0, str(Path.cwd() if self.is_module else Path(self.name).resolve().parent))
@@ -51,13 +51,13 @@ class PythonCommand:
 
 
 def python_command(words: Sequence[str]) -> PythonCommand | None:
-    """Return the script or module that a command line runs; None where that is none, or code in the line itself.
+    """Return the script or module that a command line runs; None if it is not Python, or ``-c`` code.
 
-    A Python file, ``-m`` and a module, an interpreter before either, or a command on PATH that is a Python script:
+    Supported: a Python file, ``-m`` and a module, either after an interpreter, or a Python script on PATH such as
     torchrun, accelerate, trl.
 
     Raises:
-        ConfigError: An interpreter is to run a file that is not there.
+        ConfigError: The script file does not exist.
     """
     if not words:
         return None
@@ -83,15 +83,15 @@ def python_command(words: Sequence[str]) -> PythonCommand | None:
 
 
 def missing_script(name: str) -> str:
-    """Return the sentence for a script that is not there."""
+    """Return the message for a missing script."""
     return f"script '{name}' does not exist; give a Python file, -m and a module, or a launcher such as torchrun."
 
 
 def launchers(enter_world: Callable[[int], None]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the replacements (owner, name, value) that make a launcher's processes run here.
+    """Yield the replacements (owner, name, value) that run a launcher's processes in this process.
 
     Args:
-        enter_world: Called with the number of processes that torchrun would start; this one is one of them.
+        enter_world: Called with the number of processes that torchrun would start.
     """
     yield subprocess, "Popen", _Popen
     yield os, "_exit", sys.exit  # at once, without an answer; a plan has one to give
@@ -104,13 +104,15 @@ def launchers(enter_world: Callable[[int], None]) -> Iterator[tuple[Any, str, An
 def _launch(enter_world: Callable[[int], None]) -> Callable[..., Any]:
     def elastic_launch(config: Any, entrypoint: Any) -> Callable[..., Any]:
         def start(*arguments: Any) -> dict[int, Any]:
-            """Run one of the processes; the words of torchrun are an interpreter and what it runs, or a function."""
+            """Run one of torchrun's processes: a function, or an interpreter with its script."""
             enter_world(config.max_nodes * config.nproc_per_node)
             if callable(entrypoint):
                 return {0: entrypoint(*arguments)}
             command = python_command([str(entrypoint), *arguments])
             if command is None:
-                raise RuntimeError(f"virtual GPU: torchrun starts {entrypoint}, which is no Python; name the script.")
+                raise RuntimeError(
+                    f"virtual GPU: torchrun starts {entrypoint}, which is not Python; give the script itself."
+                )
             command.run()
             return {0: None}
 

@@ -1,4 +1,4 @@
-"""``nvidia-smi`` of a machine whose card is virtual: a command on PATH while the card is there."""
+"""``nvidia-smi`` for a virtual card: a command on PATH while the card is active."""
 
 import os
 import sys
@@ -44,7 +44,7 @@ else:
 
 @contextmanager
 def nvidia_smi(card: Card, num_cards: int) -> Iterator[None]:
-    """Put the command first on PATH; it reports the card's constant facts, and no memory in use."""
+    """Put the command first on PATH; it reports the card's properties, and no used memory."""
     total = str(card.nvidia_smi_mib or card.memory_mib)
     values = {
         "name": (card.name, ""), "gpu_name": (card.name, ""), "count": (str(num_cards), ""), "index": ("", ""),

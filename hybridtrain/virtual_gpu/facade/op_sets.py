@@ -13,22 +13,26 @@ from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op, tensors_i
 _ATEN = torch.ops.aten
 META = torch.device("meta")
 is_truly_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
-"""The truth, whatever ``Tensor.is_meta`` says to a script."""
+"""The original getter of ``Tensor.is_meta``, which scripts see replaced."""
 COPIES = frozenset({_ATEN.copy_.default, _ATEN._foreach_copy_.default})
-"""Between two places, by what they are given."""
+"""Ops that copy between host and card, depending on their arguments."""
+FLOAT8_PRODUCTS = frozenset(
+    {_ATEN._scaled_mm.default, *([_ATEN._scaled_mm_v2.default] if hasattr(_ATEN, "_scaled_mm_v2") else [])}
+)
+"""Products that need a card with float8 tensor cores."""
 PUTS = frozenset({_ATEN.index_put_.default, _ATEN.index_put.default})
-"""A mask among their indices becomes positions: a tensor whose size depends on values, not their result's."""
+"""Ops that convert mask indices to positions, a tensor of data-dependent size."""
 TAKES_HOST_INDICES = PUTS | {_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor}
 QUESTIONS = frozenset(
     {_ATEN.gt, _ATEN.lt, _ATEN.ge, _ATEN.le, _ATEN.eq, _ATEN.ne, _ATEN.logical_not, _ATEN.logical_and, _ATEN.logical_or}
 )
-"""Ops that ask something of a number: no tag tells those whose result is a boolean."""
+"""Ops that return a boolean about a number; no tag marks them."""
 ANY_ALL = frozenset({_ATEN.any.default, _ATEN.all.default, _ATEN._is_any_true.default, _ATEN._is_all_true.default})
-"""Ops that ask something of all elements, likewise."""
+"""Ops that return a boolean about all elements."""
 FINITE_ANSWERS = {_ATEN.isnan: False, _ATEN.isinf: False, _ATEN.isfinite: True}
-"""What is said of unknown values by ops that ask whether they are numbers."""
+"""Answers of ops that test for NaN and infinity, for unknown values."""
 FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default})
-"""Ops after which nothing is left of what a tensor held: the schema tells that they write, not that they read none."""
+"""Ops that overwrite all values without reading them, which schemas do not show."""
 WORKSPACES = {
     **dict.fromkeys((_ATEN.convolution, _ATEN.convolution_backward), "workspaces of cuDNN's convolutions"),
     **dict.fromkeys((_ATEN._fft_c2c, _ATEN._fft_r2c, _ATEN._fft_c2r), "workspaces of cuFFT"),
@@ -38,7 +42,7 @@ WORKSPACES = {
         "workspaces of cuSOLVER",
     ),
 }  # fmt: skip
-"""What libraries take inside of ops, by how they decide at run time."""
+"""Library workspaces, which depend on run-time heuristics and are not counted."""
 _INTO_ZEROS = frozenset(
     {_ATEN.index_put.default, _ATEN.scatter.src, _ATEN.scatter_add.default, _ATEN.index_add.default}
 )
@@ -46,56 +50,52 @@ _INTO_ZEROS = frozenset(
 _SHRUNK = {
     _ATEN.mse_loss.default: 2, _ATEN.smooth_l1_loss.default: 2, _ATEN.binary_cross_entropy.default: 3,
 }  # fmt: skip
-"""Losses whose mean or sum lies in the storage of all their elements (aten/src/ATen/native/Loss.cpp, cuda/Loss.cu): the
-result is resized to a number. By the place of the reduction among the arguments."""
+"""Losses whose mean or sum stays in the storage of all elements, resized to a scalar (aten/src/ATen/native/Loss.cpp,
+cuda/Loss.cu) -> index of the argument ``reduction``."""
 _ENGINE = _engine_run_backward.__code__
 _KNOWN_FLOATS = 4096
-"""Elements of a floating point tensor up to which its values are kept."""
+"""Most elements of a floating-point tensor with known values."""
 _KNOWN_INTEGERS = 2**24
-"""Elements of an integer or boolean tensor up to which its values are kept: batches of tokens, masks, positions, an
-order of a weight's elements."""
+"""Most elements of an integer or boolean tensor with known values: token batches, masks, positions, permutations."""
 _REAL_WORK = 2**20
-"""Bytes of real operands from which an op's result is counted."""
+"""Least bytes of real operands from which an op's result is only planned."""
 
 
 def is_dynamic(func: Op) -> bool:
-    """Return whether an op's result, or a temporary of it, has a size that may depend on values."""
+    """Return whether the size of an op's result or temporary may depend on values."""
     return traits_of(func).is_dynamic or func in PUTS
 
 
 def is_integral(dtype: torch.dtype) -> bool:
-    """Return whether elements are whole numbers or booleans."""
+    """Return whether a dtype is integer or boolean."""
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Return whether a tensor's values are kept where they are known."""
+    """Return whether a tensor is small enough to keep its values."""
     return tensor.numel() <= (_KNOWN_INTEGERS if is_integral(tensor.dtype) else _KNOWN_FLOATS)
 
 
-def makes_much(func: Op, operands: list[Tensor]) -> bool:
-    """Return whether an op on real tensors makes a large one whose shape is known beforehand."""
+def makes_large_known_shape(func: Op, operands: list[Tensor]) -> bool:
+    """Return whether an op on real tensors makes a large tensor of known shape."""
     if func.is_view or func._schema.is_mutable or is_dynamic(func):
         return False
     return sum(tensor.nbytes for tensor in operands) >= _REAL_WORK
 
 
-def takes_both(func: Op) -> bool:
-    """Return whether operands may lie in two places: a copy, indices, or an update of paged state."""
+def allows_mixed_devices(func: Op) -> bool:
+    """Return whether operands may be on two devices: a copy, indices, or an update of paged state."""
     return func in COPIES or func in TAKES_HOST_INDICES or func.namespace == "bitsandbytes"
 
 
 def made_on_meta(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
-    """Call an op with a device for the shape of its result."""
+    """Call a factory on the meta device, for the shape of its result."""
     made: Tensor = func(*args, **(without_generator(kwargs) | {"device": META}))
     return made
 
 
-def stays_real(func: Op, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether what an op makes on the CPU is made for real: copies of real data, and small integers.
-
-    So is what has no bytes: torch.load makes such, and gives it a real storage.
-    """
+def is_made_on_cpu(func: Op, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether an op's CPU result is real: copies of real data, small integers, empty tensors (torch.load)."""
     if func is _ATEN._to_copy.default:
         return True
     made = made_on_meta(func, args, kwargs)
@@ -109,7 +109,7 @@ def without_generator(kwargs: Kwargs) -> dict[str, Any]:
 
 
 def accumulated(func: Op, args: Args) -> Tensor | None:
-    """Return the tensor that autograd itself writes its sum into on a card; None where it makes a new one.
+    """Return the tensor into which autograd accumulates in place on a card; None if it makes a new one.
 
     One of several gradients that are added: ``InputBuffer::accumulate`` (torch/csrc/autograd/input_buffer.cpp) adds in
     place into an unshared one, but never where tensors are on the meta device. Zeros that a gradient is put
@@ -133,7 +133,7 @@ def accumulated(func: Op, args: Args) -> Tensor | None:
 
 
 def made_otherwise(func: Op, args: Args, kwargs: Kwargs) -> Tensor | None:
-    """Return the result of an op whose answer on the meta device is another than a card's; None for others."""
+    """Return the card's result of an op that differs on the meta device; None for other ops."""
     if func is _ATEN._grouped_mm.default:
         return _grouped_matmul(*args, **kwargs)
     position = _SHRUNK.get(func)
@@ -157,14 +157,14 @@ def _grouped_matmul(
     if one.dim() != other.dim():
         return torch.empty_strided((rows, columns), (aligned, 1), dtype=dtype, device=META)
     if one.dim() == 2 and offs is None:
-        raise ValueError("_grouped_mm: offs is missing; two matrices are divided into groups by it; pass the offsets.")
+        raise ValueError("_grouped_mm: offs is missing, which divides two matrices into groups; pass the offsets.")
     groups = one.shape[0] if offs is None or one.dim() == 3 else offs.shape[0]
     strides = (rows * aligned, aligned, 1)
     return torch.empty_strided((groups, rows, columns), strides, dtype=dtype, device=META)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value, list or tuple with its tensors changed."""
+    """Map the tensors in a value, list or tuple."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -178,10 +178,10 @@ def like(tensor: Tensor) -> Tensor:
 
 
 def to_meta(tensor: Tensor) -> Tensor:
-    """Return a CPU's tensor, single numbers excepted, as a meta tensor of the same layout."""
+    """Convert a CPU tensor (except scalars) to a meta tensor of equal layout."""
     return tensor if tensor.is_meta or not tensor.dim() else like(tensor)
 
 
-def holds_real(args: Args, kwargs: Kwargs) -> bool:
-    """Return whether a value is a tensor for ``to_meta``."""
+def is_real_tensor(args: Args, kwargs: Kwargs) -> bool:
+    """Return whether ``to_meta`` converts a value."""
     return any(not tensor.is_meta and tensor.dim() for tensor in tensors_in([*args, *kwargs.values()]))

@@ -1,4 +1,4 @@
-"""Storages in two places, host memory and the card's: each byte is counted in its place."""
+"""Storages on host and card: each byte is counted on its device."""
 
 import weakref
 from bisect import bisect_right
@@ -17,17 +17,17 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory
 from hybridtrain.virtual_gpu.cards.card import Card, Host
-from hybridtrain.virtual_gpu.facade.basis import Seen
-from hybridtrain.virtual_gpu.facade.known_values import Holding, Place
-from hybridtrain.virtual_gpu.facade.op_sets import is_truly_meta, takes_both
-from hybridtrain.virtual_gpu.facade.stand_in import where_called
+from hybridtrain.virtual_gpu.facade.basis import LedgerNotes
+from hybridtrain.virtual_gpu.facade.known_values import Place, VirtualStorage
+from hybridtrain.virtual_gpu.facade.op_sets import allows_mixed_devices, is_truly_meta
+from hybridtrain.virtual_gpu.facade.placeholders import where_called
 
 _FIRST_STEP_WITH_PLACES = 3
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
 class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
-    """Counts virtual storages in their places, and refuses as card and host would."""
+    """Counts virtual storages by device, with out-of-memory errors of card and host."""
 
     def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
         super().__init__(device="meta")
@@ -36,17 +36,17 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         self.allocator = allocator
         self.modules = ModuleUnits()
         self.refusal: OutOfMemory | None = None
-        """The last request that the card could not serve."""
-        self.seen = Seen()
+        """The last out-of-memory error of the card."""
+        self.seen = LedgerNotes()
         self.on_refusal: Callable[[], None] = lambda: None
         self.updates = False
-        """Whether an optimizer is at work."""
+        """Whether an optimizer step is running."""
         self.host_bytes = 0
         self.peak_host_bytes = 0
         self.stream = 0
-        """The card's current stream; each stream has a cache of its own in the allocator."""
+        """The card's current stream; the allocator's cache is per stream."""
         self.first_matmuls: set[bool] = set()
-        self._held: dict[int, Holding] = {}
+        self._held: dict[int, VirtualStorage] = {}
         self._addresses: dict[int, int] = {}
         self._streams: list[int] = []
         self._target: Place | None = None
@@ -54,7 +54,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
     # What the facade asks for.
 
     def place_of(self, tensor: Tensor) -> Place | None:
-        """Return the place of a virtual tensor; None for a real one, on the CPU or on the script's own meta device."""
+        """Return the device of a virtual tensor; None for a real one, on the CPU or the script's own meta device."""
         if not is_truly_meta(tensor):
             return None
         holding = self._held.get(tensor.untyped_storage()._cdata)
@@ -65,7 +65,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def moving_to(self, place: Place) -> Iterator[None]:
-        """Set the place of the next op's results."""
+        """Set the device of the next op's results."""
         outer, self._target = self._target, place
         try:
             yield
@@ -81,11 +81,11 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         self._unit = self.modules.leave()
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
-        """Set the purpose of a tensor; of a DTensor, that of this rank's part."""
+        """Set the class of a tensor; for a DTensor of its local part."""
         super().label(getattr(tensor, "_local_tensor", tensor), tensor_class, unit)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Count a storage that gets other bytes: FSDP frees what it gathered by resizing it to nothing."""
+        """Count a resized storage: FSDP frees gathered weights by resizing to 0."""
         address = storage._cdata
         holding = self._held.get(address)
         if holding is None or size == holding.size:
@@ -145,7 +145,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
             if (here is not None or not tensor.is_meta) and tensor.dim():
                 other = tensor
             place = place or here
-        if place is Place.DEVICE and other is not None and not takes_both(func):
+        if place is Place.DEVICE and other is not None and not allows_mixed_devices(func):
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
                 f"(virtual GPU, in {func}; an operand of shape {tuple(other.shape)} is on the CPU)"
@@ -165,7 +165,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         watch = weakref.ref(storage, self._on_release(address))
         if place is Place.DEVICE and size:
             self._alive[address] = self._allocate(size, self._stage), size, watch
-        self._held[address] = Holding(place, size, watch)
+        self._held[address] = VirtualStorage(place, size, watch)
         if place is Place.HOST:
             self._add_host_bytes(size)
 
@@ -236,20 +236,20 @@ def _cuda_message(card: Card, refusal: OutOfMemory) -> str:
     place = f"in the {refusal.stage} pass" if is_pass else f"in {refusal.stage}"
     return (
         f"CUDA out of memory. Tried to allocate {format_bytes(refusal.requested_bytes)}. GPU 0 has a total "
-        f"capacity of {format_bytes(card.memory_bytes)} of which {format_bytes(free)} is free. Of the "
-        f"allocated memory {format_bytes(refusal.allocated_bytes)} is allocated by PyTorch, and "
+        f"capacity of {format_bytes(card.memory_bytes)} of which {format_bytes(free)} is free. Of the allocated "
+        f"memory {format_bytes(refusal.allocated_bytes)} is allocated by PyTorch, and "
         f"{format_bytes(refusal.reserved_bytes - refusal.allocated_bytes)} is reserved by PyTorch but unallocated. "
         f"(virtual {card.name}, {place}{f' of {refusal.unit}' if refusal.unit else ''})"
     )
 
 
 class ModuleUnits:
-    """The module of each op, in a forward pass and in its backward pass."""
+    """Tracks the module of each op, in forward and backward pass."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
         self._numbers: list[int] = []
-        """Of nodes of the autograd graph, from which on ops come from the module of the same place in ``_units``."""
+        """Autograd node numbers from which on ops belong to the module at the same position in ``_units``."""
         self._units: list[str] = []
 
     def enter(self, name: str) -> str:
@@ -264,7 +264,7 @@ class ModuleUnits:
         return self._mark()
 
     def of_node(self) -> str:
-        """Return the module whose forward pass made the node that autograd is at."""
+        """Return the module whose forward pass created the current autograd node."""
         if self._open:  # recomputation
             return self._open[-1]
         node = torch._C._current_autograd_node()

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Methods and properties of ``torch.Tensor`` that name a device, or read values."""
+"""Methods and properties of ``torch.Tensor`` that involve a device, or read values."""
 
 from collections.abc import Callable
 from numbers import Integral
@@ -23,7 +23,7 @@ _TRUE_NAMES = (
 
 
 def as_device(value: Any) -> torch.device | None:
-    """Return a device; a number alone is a card."""
+    """Return a device; a number means a card."""
     if value is None or isinstance(value, torch.device):
         return value
     return torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
@@ -71,24 +71,24 @@ class TensorMethods:
         }
 
     def is_virtual(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has no values of its own."""
+        """Return whether a tensor is virtual."""
         return self._ledger.place_of(tensor) is not None
 
     def values_of(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor's values where they are known."""
+        """Return a copy of a tensor's known values."""
         with _disable_current_modes():
             known = self._ledger.values.of(tensor)
             return None if known is None else known.clone()
 
     def become_virtual(self, tensor: Tensor) -> None:
-        """Turn a real tensor into a virtual one on the host."""
+        """Convert a real tensor to a virtual one on the host."""
         self._set_data(tensor, self._on_host(tensor.detach()))
 
     def may_share_type(self, tensor: Tensor, other: Tensor) -> bool:
-        """Return whether ``tensor.data = other`` keeps the object: so ``Module.to`` decides whether parameters live on.
+        """Return whether ``tensor.data = other`` keeps the object, by which ``Module.to`` keeps Parameters.
 
-        CPU and CUDA share a type, meta shares it with neither. A meta tensor of the script's own is that; a virtual
-        one is on the CPU or on the card.
+        CPU and CUDA are compatible types, meta with neither; virtual tensors count as CPU or CUDA, a script's own meta
+        tensors as meta.
         """
         is_meta = tuple(is_truly_meta(one) and self._ledger.place_of(one) is None for one in (tensor, other))
         kinds = {type(tensor), type(other)}
@@ -117,7 +117,7 @@ class TensorMethods:
         with _disable_current_modes():
             known = self.values_of(tensor)
             if known is None:
-                self._ledger.stand_ins.note(torch.ops.aten._to_copy.default, "values that are read: ones")
+                self._ledger.placeholders.note(torch.ops.aten._to_copy.default, "values that are read: ones")
                 known = torch.ones(tensor.shape, dtype=tensor.dtype)
             return known
 

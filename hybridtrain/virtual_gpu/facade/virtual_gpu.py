@@ -30,25 +30,25 @@ from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, replay_trace
 from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.cards.roofline import estimate_step
-from hybridtrain.virtual_gpu.facade.basis import Basis, Noted, find_growth, versions
+from hybridtrain.virtual_gpu.facade.basis import CodeNotes, PlanBasis, find_growth, versions
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.cuda_facade import facade
 from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.launchers import launchers
-from hybridtrain.virtual_gpu.facade.stand_in import StandIn
+from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 from hybridtrain.virtual_gpu.facade.virtual_world import virtual_world
 
 _BEFORE = ("torch._dynamo", "bitsandbytes")
-"""Imported before anything is replaced: optimizers import the one, whose tables must list torch's true functions; the
-other loads CUDA's libraries where it believes that there is a card."""
+"""Modules to import before the replacement: one has tables of torch's functions, the other loads CUDA's libraries if it
+detects a card."""
 
 
 _PATIENCE = 8
-"""Steps of one optimizer after which another that has made none is taken to make none ever; and backward passes, for
-each step that was asked for, after which code is taken to have no optimizer."""
+"""Steps of one optimizer after which another without steps is ignored; and backward passes per requested step after
+which the code counts as without optimizer."""
 
 
 @dataclass(slots=True)
@@ -57,14 +57,14 @@ class _Turns:
 
     updates: int = 0
     is_done: bool = False
-    """Whether it has made a step in this iteration."""
+    """Whether it has stepped in this iteration."""
     is_idle: bool = False
-    """Whether it is taken to make none ever."""
+    """Whether it is ignored, as it never steps."""
     is_stateless: bool = False
 
 
 class StepsDone(BaseException):
-    """The requested optimizer steps are done. Not an ``Exception``: a script must not swallow it."""
+    """The requested optimizer steps are done. A BaseException, so that scripts do not catch it."""
 
 
 def _import_before() -> None:
@@ -84,9 +84,9 @@ def _import_before() -> None:
 class VirtualGpu:
     """Runs PyTorch code, unmodified, on a card that this machine need not have.
 
-    Inside the block there is CUDA: ``torch.cuda.is_available()``, device "cuda", its allocator, streams, autocast.
-    Nothing is computed; a model of any size takes no memory. Where the card would be full, ``torch.OutOfMemoryError``
-    is raised. Import what you will use before or inside the block, as you like.
+    Inside the block CUDA is available: ``torch.cuda.is_available()``, device "cuda", its allocator, streams, autocast.
+    Nothing is computed, so models of any size need no memory. When the card is full, ``torch.OutOfMemoryError`` is
+    raised. Imports may be before or inside the block.
 
         >>> import torch
         >>> from hybridtrain.virtual_gpu import VirtualGpu
@@ -102,21 +102,20 @@ class VirtualGpu:
         >>> run.fits_card, run.by_class()["optim_state"]
         (True, 8590524416)
 
-    A step is an iteration: it ends when every optimizer has made its ``step``, and the next begins with the next
-    forward pass. Without an optimizer, each backward pass ends one.
+    A step is an iteration: it ends when every optimizer has stepped; the next starts with the next forward pass.
+    Without an optimizer each backward pass ends a step.
 
     Args:
         card: A card, its name in the catalogue, or a TOML file that describes one.
-        host_memory: Bytes of host memory that tensors may take; None: as much as is asked for.
-        steps: After how many iterations the code is stopped; None: never.
+        host_memory: Limit of host memory for tensors, in bytes; None: unlimited.
+        steps: Iterations after which the code is stopped; None: never.
         allocator: Settings of the caching allocator; None: torch's defaults.
         record_history: Keep what snapshots need.
-        world: Cards that torchrun would start the code on, of which it is one rank; None: it is started alone, and is
-            what a launcher that it calls makes of it.
-        rank: Which of them this card is.
-        cards_per_machine: Of the world, as torchrun's ``--nproc-per-node``.
-        link: What joins cards of one machine: nvlink, pcie or a TOML file.
-        network: What joins machines.
+        world: Number of ranks that torchrun would start; None: the code starts alone, or calls a launcher itself.
+        rank: Rank of this card.
+        cards_per_machine: Ranks per machine, as torchrun's ``--nproc-per-node``.
+        link: Link between cards of one machine: nvlink, pcie or a TOML file.
+        network: Link between machines.
 
     Raises:
         ConfigError: The card is not known.
@@ -142,13 +141,13 @@ class VirtualGpu:
         self.ledger = VirtualLedger(self.card, host, CachingAllocator(allocator, self.card.allocator_capacity_bytes))
         self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
         self.steps_done = 0
-        """Iterations that are done: steps of the optimizer that has made fewest, of those that make any."""
+        """Completed iterations: the fewest steps of any active optimizer."""
         self.without_gradient: tuple[str, ...] = ()
-        """Trainable parameters that had no gradient at an optimizer's last step: a part of the model did not run."""
+        """Trainable parameters without a gradient at the last optimizer step: part of the model did not run."""
         self.num_params = 0
-        """Of the largest module that ran."""
+        """Parameters of the largest module that ran."""
         self.oom: OutOfMemory | None = None
-        """The refusal that ended the code; None where the code caught it, or there was none."""
+        """The error of the virtual card that ended the code; None: none, or caught by the code."""
         self._steps = steps
         self._record_history = record_history
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -156,12 +155,12 @@ class VirtualGpu:
         self._depth = 0
         self._turns: WeakKeyDictionary[Optimizer, _Turns] = WeakKeyDictionary()
         self._num_unused = 0
-        """Optimizers that were made and have made no step yet, those that are gone among them."""
+        """Optimizers created but never stepped, including deleted ones."""
         self._has_state = False
         self._has_updated = False
-        """Whether an optimizer has made a step in this iteration."""
+        """Whether an optimizer has stepped in this iteration."""
         self._marks: list[StepMark] = []
-        """Forward passes after an update, in this iteration."""
+        """Forward passes after an update in this iteration."""
         self._backwards_at_begin = 0
         self._begun = False
         self._last_refusal_step = 0
@@ -202,7 +201,7 @@ class VirtualGpu:
         return isinstance(error, StepsDone)
 
     def begin_step(self) -> None:
-        """Mark the beginning of a training step; automatic for a forward pass after the end of an iteration."""
+        """Mark the start of a training step; automatic at the first forward pass after an iteration."""
         self._begun, self._has_updated = True, False
         for turns in self._turns.values():
             turns.is_done = False
@@ -210,23 +209,25 @@ class VirtualGpu:
         self._backwards_at_begin = self.ledger.seen.num_backwards
         self.ledger.begin_step()
 
-    def basis(self) -> Basis:
-        """Return the basis of a plan: observations of the code, and differences from a real card."""
+    def basis(self) -> PlanBasis:
+        """Return the basis of the plan: observations of the code, and differences from a real card."""
         seen = self.ledger.seen
-        noted = {item.name: copy(getattr(seen, item.name)) for item in fields(Noted)}
+        noted = {item.name: copy(getattr(seen, item.name)) for item in fields(CodeNotes)}
         noted["compiled"] = [*dict.fromkeys(seen.compiled)]
         ended_by = "" if self.oom is None else seen.refusals[-1]
         noted["refusals"] = [text for text in dict.fromkeys(seen.refusals) if text != ended_by]
         growth = find_growth(self.ledger.trace(), seen.made_at)
-        return Basis(**noted, versions=versions(), num_steps=self.steps_done, has_state=self._has_state, growth=growth)
+        return PlanBasis(
+            **noted, versions=versions(), num_steps=self.steps_done, has_state=self._has_state, growth=growth
+        )
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str = "") -> None:
-        """Set the purpose of a tensor, from its allocation on."""
+        """Set the class of a tensor, from its allocation on."""
         self.ledger.label(tensor, tensor_class, unit)
 
-    def stand_ins(self) -> tuple[StandIn, ...]:
+    def placeholders(self) -> tuple[PlaceholderUse, ...]:
         """Return the places where placeholder values were used."""
-        return self.ledger.stand_ins.uses()
+        return self.ledger.placeholders.uses()
 
     @property
     def host_peak_bytes(self) -> int:
@@ -234,9 +235,9 @@ class VirtualGpu:
         return self.ledger.peak_host_bytes
 
     def report(self) -> CardRun:
-        """Replay the run so far on the card, to its end or to the refused request.
+        """Replay the run so far on the card, up to its end or an out-of-memory error.
 
-        Code without a step, a loss alone or a model that is only loaded, counts as one.
+        Code without a training step (a loss, a loaded model) counts as one step.
         """
         if self._num_unused:
             self._split_step()
@@ -288,7 +289,7 @@ class VirtualGpu:
         """
         if self._is_launched:
             if size != self.world.size:
-                fault = f"the launcher starts {size} processes and the world has {self.world.size}; leave --world out."
+                fault = f"the launcher starts {size} processes, but --world is {self.world.size}; remove --world."
                 raise ConfigError("virtual", [fault])
             return
         self._is_launched, self.world = True, replace(self.world, size=size, rank=rank)

@@ -1,9 +1,8 @@
-"""A ledger for code on a virtual card: every tensor lies on the meta device and has a place.
+"""Ledger of code on a virtual card: every tensor is a meta tensor with a virtual device.
 
-A tensor on the meta device has a shape and no bytes. Here its storage also has a place, the host's memory or the
-card's, which an op's results inherit (``placed_storages.py``); so a model of any size is built, moved and trained
-without memory. What a script computed from its own data stays known (``known_values.py``); what is not known has a
-placeholder value (``stand_in.py``), and every place where one was used is listed.
+A meta tensor has a shape but no bytes. Here its storage also has a device, host or card, which results inherit
+(``placed_storages.py``), so models of any size run without memory. Values from the script's own data stay known
+(``known_values.py``); others are placeholders (``placeholders.py``), whose uses are listed.
 """
 
 import weakref
@@ -23,7 +22,6 @@ from hybridtrain.virtual_gpu.account.op_rules import (
     MetaCache,
     Op,
     count_bytes,
-    scratch_bytes,
     tensors_in,
     written_tensors,
 )
@@ -32,56 +30,55 @@ from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.facade.known_values import KnownValues, Place
 from hybridtrain.virtual_gpu.facade.op_sets import (
     COPIES,
+    FLOAT8_PRODUCTS,
     META,
     WORKSPACES,
     accumulated,
-    holds_real,
     is_dynamic,
+    is_made_on_cpu,
+    is_real_tensor,
     like,
     made_otherwise,
-    makes_much,
+    makes_large_known_shape,
     map_tensors,
-    stays_real,
     to_meta,
     without_generator,
 )
 from hybridtrain.virtual_gpu.facade.placed_storages import PlacedStorages
-from hybridtrain.virtual_gpu.facade.stand_in import StandIns, where_called
+from hybridtrain.virtual_gpu.facade.placeholders import Placeholders, where_called
 
 _ATEN = torch.ops.aten
 _PLAIN = torch._C._disabled_torch_dispatch_impl
-"""What a subclass has that leaves the dispatcher alone."""
+"""``__torch_dispatch__`` of subclasses that do not intercept ops."""
 _FIRST_KEY = {
     _ATEN._scaled_dot_product_flash_attention.default: 1,
     _ATEN._scaled_dot_product_flash_attention_backward.default: 2,
 }
-"""Where the keys stand among the operands of attention that takes grouped heads; queries before, values after."""
+"""Index of the keys among the operands of attention ops with grouped heads; queries before, values after."""
 _FOUR_BIT_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"})
 _HOST_WORK = 2**20
-"""Bytes from which arithmetic on the host is worth a place in the timeline."""
+"""Least bytes of host arithmetic that appears in the timeline."""
 
 
 class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
-    """Runs PyTorch code on a virtual card: counts as ``StorageLedger``, and refuses as the card would."""
+    """Runs PyTorch code on a virtual card: a ``StorageLedger`` with the card's out-of-memory errors."""
 
     def __init__(self, card: Card, host: Host | None, allocator: CachingAllocator) -> None:
         super().__init__(card, host, allocator)
         self._meta_cache = MetaCache()  # a script may change default types as it goes
         self.is_inside = False
-        """Whether an op is being run: then ``Tensor.device`` is the true one."""
-        self.stand_ins = StandIns(self.seen.refusals.append)
-        self.values = KnownValues(self._held, self.stand_ins)
+        """Whether an op is running: then ``Tensor.device`` is the real one."""
+        self.placeholders = Placeholders(self.seen.refusals.append)
+        self.values = KnownValues(self._held, self.placeholders)
         self.after_backward: Callable[[], None] = lambda: None
         self.most_real_bytes = 2**28
-        """Of large results on the host that are computed for real at a time."""
+        """Limit of real memory for large results on the host, in bytes."""
         self._real_bytes = 0
         self.card_index = 0
-        """The card's index, of ``num_cards`` in the machine."""
+        """Index of the card among ``num_cards`` of the machine."""
         self.num_cards = 1
-        self.scratch_rules: dict[Op, Callable[[Sequence[Any]], int]] = {}
-        """Of ops whose scratch depends on the card."""
         self.links: Callable[[Op, Args, Any], float | None] | None = None
-        """Returns the seconds for which an op occupies the link to other cards; None unless it is a collective."""
+        """Op -> seconds that a collective occupies the link; None for other ops."""
         self._last_of_stream: dict[int, int] = {}
         self._awaited: dict[int, list[int]] = {}
         self._are_collectives_due = False
@@ -114,7 +111,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             return self._run(func, args, kwargs or {})
         except NotImplementedError:  # CUDA has a kernel for it, and a script may catch what a card would not raise
             self.seen.refusals.append(
-                f"{where_called()}: {func}: torch {torch.__version__} does not say what it makes."
+                f"{where_called()}: {func}: torch {torch.__version__} has no meta rule for this op."
             )
             raise
         finally:
@@ -125,7 +122,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         target = self._target if self._target is not None else _asked_for(func, args, kwargs, operands)
         place = self._place(func, operands) if target is None else target
         if place is None:
-            if makes_much(func, operands) and not any(tensor.is_meta for tensor in operands):
+            if makes_large_known_shape(func, operands) and not any(tensor.is_meta for tensor in operands):
                 return self._compute_real(func, args, kwargs, operands)
             return func(*args, **kwargs)  # real, or on meta by the script's own wish
         if self._are_collectives_due:
@@ -151,6 +148,11 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor],
         place: Place, target: Place | None
     ) -> Any:  # fmt: skip
+        if func in FLOAT8_PRODUCTS and place is Place.DEVICE and not self.card.has_float8_tensor_cores:
+            raise RuntimeError(
+                f"{func}: float8 products need compute capability 8.9; {self.card.name} has "
+                f"{self.card.compute_capability}; use bfloat16"
+            )
         written = written_tensors(func, args, kwargs)
         for tensor in written:  # a storage that Python copied is first seen here
             self._enter_at(tensor, place)
@@ -198,7 +200,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         is_placed = kwargs.get("device") is not None
         if is_placed:
             kwargs["device"] = META
-        if holds_real(args, kwargs):
+        if is_real_tensor(args, kwargs):
             args, kwargs = map_tensors(args, to_meta), {name: map_tensors(v, to_meta) for name, v in kwargs.items()}
         if func is _ATEN._to_copy.default:
             if not args[0].is_meta:
@@ -220,7 +222,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
     def _write_to_host(self, func: Op, args: Args, written: Sequence[Tensor], results: Any) -> Any:
         """Write a virtual tensor's known values into a real one, placeholder values elsewhere."""
         if results is None:
-            self.stand_ins.note(func, "written into a tensor on the CPU: ones")
+            self.placeholders.note(func, "written into a tensor on the CPU: ones")
             for tensor in written:
                 if not tensor.is_meta:
                     tensor.fill_(1)
@@ -244,8 +246,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         if target is not None or func in COPIES:
             self._book_copy(func, args, kwargs, out, place)
         elif place is Place.DEVICE:
-            rule = self.scratch_rules.get(func)
-            scratch = scratch_bytes(func, args) if rule is None else rule(args)
+            scratch = self._scratch_bytes(func, args)
             if scratch:
                 self._release(self._allocate(scratch, Stage.UPDATE), scratch)
             self._append_op(func, args, kwargs, out, event)
@@ -347,4 +348,4 @@ def _asked_for(func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> 
     if device.type == "cuda":
         return Place.DEVICE
     is_real = not any(tensor.is_meta for tensor in operands)
-    return None if is_real and stays_real(func, args, kwargs) else Place.HOST
+    return None if is_real and is_made_on_cpu(func, args, kwargs) else Place.HOST

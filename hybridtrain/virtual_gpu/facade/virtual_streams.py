@@ -1,8 +1,8 @@
 # mypy: disable-error-code="override"
 """Distinct streams of a virtual card: the allocator caches memory per stream.
 
-Trainers on many cards gather weights and reduce gradients on streams of their own; so reserved bytes are the sum of
-what each stream ever held at a time, which is more than the largest sum.
+Trainers on many cards gather weights and reduce gradients on side streams; so reserved bytes are the sum of each
+stream's peak, more than the peak of the sum.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class VirtualStreams:
         self._ledger = ledger
 
         class Stream(VirtualStream):
-            """A stream with a number of its own, as it is made; 0 is the first."""
+            """A stream with its own number; the first is 0."""
 
             def __init__(self, *_args: Any, **_kwargs: Any) -> None:
                 self.stream_id = self.cuda_stream = next(numbers)
@@ -50,7 +50,7 @@ class VirtualStreams:
                 return found
 
         class Event(VirtualStream):
-            """A point of a stream, for others to wait for."""
+            """An event on a stream, which others wait for."""
 
             op = -1
 
@@ -66,14 +66,14 @@ class VirtualStreams:
         self._kind, self._event = Stream, Event
 
     def select(self, stream: VirtualStream | None) -> None:
-        """Work on a stream from now on."""
+        """Make a stream current."""
         if stream is not None:
             self.current = stream
             self._ledger.stream = stream.stream_id
 
     @contextmanager
     def working_on(self, stream: VirtualStream | None) -> Iterator[None]:
-        """Work on a stream inside the block; None: on that of outside."""
+        """Make a stream current inside the block; None: no change."""
         outer = self.current
         self.select(stream)
         try:

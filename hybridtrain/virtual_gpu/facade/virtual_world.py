@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-call"
-"""One rank of many, in one process: what a script asks of torch.distributed, answered by torch's fake process group.
+"""One rank of many, in one process: torch.distributed with torch's fake process group.
 
-Nothing is sent. A collective's buffers are the script's own and are counted as any tensor; its bytes go on the link's
-lane (``collectives.py``). Of values, every other rank is taken to say what this one says; a reduction leaves what this
-rank gave. DTensor, FSDP and DDP run as they are; what they count is this rank's share.
+Nothing is sent. A collective's buffers are counted like any tensor, its time on the link's lane (``links.py``). Values
+of other ranks are assumed equal to this rank's; a reduction returns this rank's values. DTensor, FSDP and DDP run
+unmodified; memory is this rank's.
 """
 
 import os
@@ -31,11 +31,11 @@ _KINDS = {
     "reducescatter": Collective.REDUCE_SCATTER, "allgather": Collective.ALL_GATHER, "allreduce": Collective.ALL_REDUCE,
     "alltoall": Collective.ALL_TO_ALL, "broadcast": Collective.BROADCAST, "reduce": Collective.BROADCAST,
 }  # fmt: skip
-"""By how the names of torch.distributed's ops begin, underscores left out; the first that fits."""
+"""Collectives by the start of torch.distributed op names, without underscores; the first match counts."""
 
 
 class TorchVersionError(HybridTrainError):
-    """This torch has no name that the virtual world needs."""
+    """This torch version lacks a function that the virtual world needs."""
 
 
 @contextmanager
@@ -43,14 +43,12 @@ def virtual_world(world: World, ledger: VirtualLedger) -> Iterator[None]:
     """Make code in this process one rank of a world inside the block.
 
     Raises:
-        TorchVersionError: This torch has no such names.
-        RuntimeError: A process group is open already.
+        TorchVersionError: torch lacks these functions. RuntimeError: a process group is open already.
     """
     dist = import_module("torch.distributed")
     if dist.is_initialized():
         raise RuntimeError(
-            "VirtualGpu: a process group is open in this process; a world of virtual cards makes its own; "
-            "leave init_process_group to the code inside the block."
+            "VirtualGpu: a process group is open already; call init_process_group only inside the block."
         )
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, world.environment()))
@@ -133,7 +131,7 @@ def _data_parallel(ledger: VirtualLedger) -> Iterator[tuple[Any, str, Any]]:
     true_rebuild, true_forward = _has(true_reducer, "_rebuild_buckets"), parallel.forward
 
     def on_card(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make buckets where the gradients are: C++ asks tensors themselves, which lie on the meta device."""
+        """Create DDP's buckets on the virtual card, as C++ sees meta tensors."""
         with ledger.moving_to(Place.DEVICE):
             return function(*args, **kwargs)
 
@@ -173,8 +171,7 @@ def _has(owner: Any, name: str) -> Any:
 
 def _version_error(name: str) -> TorchVersionError:
     return TorchVersionError(
-        f"torch {torch.__version__} has no {name}, which a world of virtual cards needs; torch 2.13 has it; "
-        "install that, or plan one card."
+        f"torch {torch.__version__} has no {name}, which --world needs; install torch 2.13, or plan a single card."
     )
 
 

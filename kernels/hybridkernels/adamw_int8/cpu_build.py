@@ -24,7 +24,7 @@ _COMPILERS = ("gcc", "cc", "clang")
 
 
 class KernelBuildError(RuntimeError):
-    """A compiler is there but cannot build the kernel, or the cache folder cannot take it."""
+    """The compiler cannot build the kernel, or the cache folder is not writable."""
 
 
 def find_compiler() -> str | None:
@@ -34,11 +34,11 @@ def find_compiler() -> str | None:
 
 @cache
 def load_cpu_kernel() -> ctypes.CDLL | None:
-    """Return the built library, or None where there is no C compiler.
+    """Return the built library; None without a C compiler.
 
     Raises:
-        KernelBuildError: the compiler refused the source, its first lines are in the message; the cache folder cannot
-            be written; or what was built cannot be loaded.
+        KernelBuildError: compilation failed (the message has its first lines), the cache folder is not writable, or the
+        library cannot be loaded.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -49,15 +49,13 @@ def load_cpu_kernel() -> ctypes.CDLL | None:
             _build(compiler, library)
         except OSError as error:
             raise KernelBuildError(
-                f"{error.filename or library.parent}: {error.strerror or error}; the compiled kernel is kept there. "
-                "Let XDG_CACHE_HOME name a folder that can be written."
+                f"{error.filename or library.parent}: {error.strerror or error}; the compiled kernel is stored there; "
+                f"set XDG_CACHE_HOME to a writable folder."
             ) from error
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise KernelBuildError(
-            f"{library}: it was built here and cannot be loaded ({error}); install what the compiler needs (libgomp)"
-        ) from error
+        raise KernelBuildError(f"{library}: the built library cannot be loaded ({error}); install libgomp") from error
 
 
 def _is_whole(library: Path) -> bool:

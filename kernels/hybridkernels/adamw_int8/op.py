@@ -29,16 +29,16 @@ Moments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Settings(TypedDict):
-    """Of one update."""
+    """Settings of one update."""
 
     lr: float
     betas: tuple[float, float]
     eps: float
-    """Added to the root of the second moment."""
+    """Epsilon added to the root of the second moment."""
     weight_decay: float
     """Decoupled, multiplied by ``lr``."""
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
 
 
 _STATE = ("m_codes", "m_scale", "v_codes", "v_scale")
@@ -173,7 +173,7 @@ def adamw_int8_rounded_(
     seed: Tensor | None = None,
     **settings: Unpack[Settings],
 ) -> None:
-    """Update a weight that is all there is of its value, and its 8-bit moments, in place.
+    """Update a weight without a master, and its 8-bit moments, in place.
 
     The updated value is rounded up or down with probabilities that keep its mean: bfloat16 to one of its two
     neighbours, int8 to one of two codes under a new scale per group, absmax / 127, as ``int8_quantize`` defines them.
@@ -186,7 +186,7 @@ def adamw_int8_rounded_(
             one from the device's global generator.
 
     Raises:
-        ValueError: a dtype, size or layout is another than these.
+        ValueError: a dtype, size or layout is not supported.
 
     Memory: on CUDA the seed's 8 bytes, and a copy of a gradient that is not contiguous; without Triton some 30 MiB of
     temporaries more, unseen by the ledger.

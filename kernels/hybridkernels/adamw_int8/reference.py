@@ -1,4 +1,4 @@
-"""One AdamW update with 8-bit moments in plain torch: the definition, and what runs where there is no compiler.
+"""One AdamW update with 8-bit moments in plain torch: the definition, and the fallback without a compiler.
 
 Also the rounding of an updated value onto a weight of fewer bits, given its random words.
 """

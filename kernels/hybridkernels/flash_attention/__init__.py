@@ -6,6 +6,7 @@ from hybridkernels.flash_attention.op import (
     masked_workspace_bytes,
 )
 from hybridkernels.flash_attention.sdpa import backward_workspace_bytes
+from hybridkernels.flash_attention.tiled import tiled_workspace_bytes
 from hybridkernels.flash_attention.unfused import unfused_attention
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "causal_attention",
     "masked_backward_workspace_bytes",
     "masked_workspace_bytes",
+    "tiled_workspace_bytes",
     "unfused_attention",
 ]

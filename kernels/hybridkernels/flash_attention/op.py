@@ -1,6 +1,7 @@
 """Causal attention as two torch.library ops: the usual one, and one with a scale, a soft cap, a window or documents.
 
-torch's flash kernels or ours on CUDA, torch's own or tiles of its ops on the CPU, shapes on meta.
+torch's flash kernels or ours on CUDA, torch's own or tiles of its ops on the CPU, shapes on meta. The flash kernels
+need compute capability 8.0: on older cards 16-bit types take the tiles.
 B batch, T sequence, N query heads, K key/value heads, H head dim, R rows of the log-sum-exp.
 """
 
@@ -44,14 +45,14 @@ def _provider(q_BTNH: Tensor, options: Options | None = None) -> str:
         "sdpa_efficient": options is None and dtype == torch.float32,
         "sdpa_flash": (options is None or options.is_scale_alone) and sdpa.flash_takes(q_BTNH),
         "triton": takes_triton,
-        "torch": options is not None,
+        "torch": options is not None or compute_capability(q_BTNH.device) < _TRITON_CAPABILITY,
     }
     available = [name for name, can_run in runs.items() if can_run]
     if not available:
         raise ValueError(
-            f"causal_attention: no kernel for {dtype} with head dim {head_dim} on this card; 16-bit types need "
-            f"compute capability 8.0 and a head dim that is a multiple of 8 up to 256, or, where Triton runs, any up "
-            f"to {_TRITON_HEAD_DIM}; use float32, or pad the heads"
+            f"causal_attention: no kernel for {dtype} with head dim {head_dim} on this card; 16-bit types need a head "
+            f"dim that is a multiple of 8 up to 256, or, where Triton runs, any up to {_TRITON_HEAD_DIM}; use float32, "
+            "or pad the heads"
         )
     op = "causal_attention" if options is None else "masked_attention"
     return chosen_provider(f"{op}/head{head_dim}", available, q_BTNH.device)

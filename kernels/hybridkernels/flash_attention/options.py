@@ -16,7 +16,7 @@ _ID_DTYPES = frozenset({torch.int32, torch.int64})
 
 
 class Options(NamedTuple):
-    """The usual ones by default."""
+    """Options of attention, off by default."""
 
     ids_BT: Tensor | None = None
     """Document of each token, (B, T) int32 or int64, rising along a row; None: one document a row."""
@@ -24,7 +24,7 @@ class Options(NamedTuple):
     """None: 1/sqrt(H)."""
     softcap: float = 0.0
     window: int = 0
-    """Keys that a query sees at most, itself among them; 0: no limit."""
+    """Most keys that a query attends to, itself included; 0: no limit."""
 
     @property
     def is_bounded(self) -> bool:
@@ -41,7 +41,7 @@ class Options(NamedTuple):
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def first_keys(self, like_BT: Tensor) -> Tensor:
-        """Return (B, T) int32, contiguous: the first key that each query sees.
+        """Return (B, T) int32, contiguous: the first key that each query attends to.
 
         The first two sizes of ``like_BT`` are B and T; it is on the device of the result.
         """
@@ -52,7 +52,7 @@ class Options(NamedTuple):
         return first_BT if not self.window else torch.maximum(first_BT, _positions(like_BT) - (self.window - 1))
 
     def last_queries(self, like_BT: Tensor) -> Tensor:
-        """Return (B, T) int32, contiguous: the last query that sees each key."""
+        """Return (B, T) int32, contiguous: the last query that attends to each key."""
         last = like_BT.shape[1] - 1
         last_BT = torch.zeros(like_BT.shape[:2], dtype=torch.int32, device=like_BT.device) + last
         if self.ids_BT is not None:

@@ -66,10 +66,30 @@ def tiled_attention_backward(
     return dq_BTNH, dk_BTKH, dv_BTKH
 
 
+def tiled_workspace_bytes(q_BTNH: Tensor, k_BTKH: Tensor, *, is_backward: bool, softcap: float = 0.0) -> int:
+    """Return an upper bound of the scratch bytes on CUDA.
+
+    Of a tile there are its rows and scores, of a row of the batch its keys and values with their gradients; of either
+    the one before lives until the next is made. ``logsumexp`` takes as much as the scores.
+    """
+    batch, seq_len, num_heads, head_dim = q_BTNH.shape
+    wide = _wide(q_BTNH).itemsize
+    rows = min(seq_len, _tile_rows("cuda", num_heads, seq_len))
+    matrices = 2 + (rows < seq_len) + (3 if softcap else 0)
+    scores = rows * seq_len * (matrices * wide * num_heads + 4)
+    of_keys = (4 * (1 + (batch > 1)) + 1 if is_backward else 2 * (1 + (batch > 1))) * k_BTKH.shape[2] * seq_len
+    of_rows = (10 if is_backward else 6) * num_heads * rows
+    return scores + wide * head_dim * (of_keys + of_rows) + 4 * (batch + 4) * seq_len
+
+
+def _tile_rows(device: str, num_heads: int, seq_len: int) -> int:
+    return max(1, _SCORES[device] // max(1, num_heads * seq_len))
+
+
 def _tiles(first_T: Tensor, num_heads: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield query rows, the keys that they see, and which of those are hidden from which row."""
     seq_len = len(first_T)
-    rows = max(1, _SCORES[first_T.device.type] // max(1, num_heads * seq_len))
+    rows = _tile_rows(first_T.device.type, num_heads, seq_len)
     firsts = first_T[::rows].tolist()
     positions_T = torch.arange(seq_len, dtype=first_T.dtype, device=first_T.device)
     for start, first in zip(range(0, seq_len, rows), firsts, strict=True):

@@ -12,11 +12,11 @@ import triton.language as tl
 from hybridkernels.flash_attention.options import Options
 
 UNSPECIALIZED = ("num_heads", "group", "all_heads", "seq_len", "lse_rows", "heads_at_once")
-"""Counts among the arguments: a kernel is not compiled anew where one is 1 or a multiple of 16."""
+"""Count arguments that Triton must not specialize on (values 1 and multiples of 16)."""
 _SMALLEST_DOT = 16
-"""Columns that a matrix instruction takes at least."""
+"""Least columns of a matrix instruction."""
 _TAILLESS = 64
-"""Heads up to here are one power of two; wider ones that are none have this as HEAD."""
+"""Largest head dim that is padded to one power of two; wider ones are split into HEAD and TAIL."""
 
 
 class LaunchConfig(NamedTuple):

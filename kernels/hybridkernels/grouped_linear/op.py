@@ -15,7 +15,7 @@ from hybridkernels.define_op import define_op, describe
 _GROUPED_MM_CAPABILITY = (8, 0)
 """torch/nn/functional.py, grouped_mm: bfloat16 on CUDA from SM 80 on; public since 2.10, so in each torch we take."""
 _ALIGNED_BYTES = 16
-"""Of its rows' length (aten/native/cuda/GroupedBlas.cpp, check_valid_strides_and_return_transposed)."""
+"""Required alignment of rows (aten/native/cuda/GroupedBlas.cpp, check_valid_strides_and_return_transposed)."""
 
 
 def _forward(x_PD: Tensor, weight_EFD: Tensor, group_ends_E: Tensor) -> Tensor:
@@ -113,10 +113,10 @@ def grouped_linear(x_PD: Tensor, weight_EFD: Tensor, group_ends_E: Tensor) -> Te
         group_ends_E: (E,) int32: rows of the experts up to this one; rising, the last is P. An expert may have none.
 
     Raises:
-        ValueError: a shape, dtype or device is another than these.
+        ValueError: a shape, dtype or device is not supported.
 
-    Memory: saves ``x_PD`` where the weight has a gradient, the weight where ``x_PD`` has one, and the ends. Gradients
-    are those that are asked for; of an expert without rows it is zeros.
+    Memory: saves ``x_PD`` where the weight has a gradient, the weight where ``x_PD`` has one, and the ends. Only
+    required gradients are computed; an expert without rows has zeros.
     """
     fits = x_PD.ndim == 2 and weight_EFD.ndim == 3 and x_PD.shape[1] == weight_EFD.shape[2]
     fits = fits and x_PD.dtype == weight_EFD.dtype and x_PD.is_floating_point()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hybridkernels.define_op import define_op, triton_or
+from hybridkernels.define_op import define_op, triton_or_fallback
 from hybridkernels.int8_quantize.reference import GROUP_SIZE, LARGEST_CODE, SMALLEST_SCALE, num_groups
 
 _SLICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
@@ -64,8 +64,8 @@ def _dequantize(codes: Tensor, scales: Tensor, out: Tensor) -> None:
             out_RS.copy_(wide_RS)
 
 
-_quantize_cuda = triton_or(_quantize, "int8_quantize.int8_quantize_triton")
-_dequantize_cuda = triton_or(_dequantize, "int8_quantize.int8_dequantize_triton")
+_quantize_cuda = triton_or_fallback(_quantize, "int8_quantize.int8_quantize_triton")
+_dequantize_cuda = triton_or_fallback(_dequantize, "int8_quantize.int8_dequantize_triton")
 _int8_quantize = define_op("int8_quantize", _quantize, cuda=_quantize_cuda, mutates=("codes", "scales"))
 _int8_dequantize = define_op("int8_dequantize", _dequantize, cuda=_dequantize_cuda, mutates=("out",))
 
@@ -88,7 +88,7 @@ def int8_quantize(
         static: Use ``scales_G`` (finite, 0 or more) as given; larger values are clamped to +-127 scales.
 
     Raises:
-        ValueError: a dtype, size or layout is another than these.
+        ValueError: a dtype, size or layout is not supported.
     """
     _check(values_P, codes_P, scales_G)
     _int8_quantize(values_P, codes_P, scales_G, stochastic, static)

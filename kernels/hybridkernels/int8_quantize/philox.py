@@ -9,7 +9,7 @@ from torch import Tensor
 
 NUM_ROUNDS = 7
 UNIFORM_BITS = 23
-"""Of the fraction of a float32."""
+"""Bits of the fraction of a float32."""
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

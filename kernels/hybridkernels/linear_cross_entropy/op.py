@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hybridkernels.define_op import define_op, triton_or
+from hybridkernels.define_op import define_op, triton_or_fallback
 from hybridkernels.linear_cross_entropy.reference import IGNORED
 
 _ROW_MULTIPLE = 64
@@ -63,7 +63,7 @@ def _cap(logits_RV: Tensor, softcap: float) -> Tensor:
 
 _cross_entropy_grad = define_op(
     "cross_entropy_grad_", cross_entropy_grad_plain, mutates=("logits",),
-    cuda=triton_or(
+    cuda=triton_or_fallback(
         cross_entropy_grad_plain, "linear_cross_entropy.cross_entropy_grad_triton", key="linear_cross_entropy",
         fits=lambda logits, *_: logits.dtype != torch.float64,
     ),
@@ -80,15 +80,15 @@ def cross_entropy_grad_(
         logits_CV: (C, V), float32, bfloat16, float16 or float64, rows dense; overwritten with
             ``scale * (softmax(logits) - onehot(target))``. Rows that start at multiples of 16 elements are read faster.
         targets_C: (C,) int64, each in [0, V); other values are undefined behaviour on CUDA and an error on the CPU.
-        scale: Of the gradient, as 1 / tokens for that of a mean. The losses are not scaled.
-        softcap: c, where the loss is of c * tanh(logits / c) and the gradient that of ``logits``; 0: none.
+        scale: Factor of the gradient, for example 1 / tokens for a mean. The losses are not scaled.
+        softcap: c of the soft cap c * tanh(logits / c); the gradient is with respect to ``logits``. 0: none.
         ignores: A target may be -100 too: its token has loss 0 and gradient 0.
 
     Returns:
         losses_C: (C,) float32 (float64 for float64 logits), nats.
 
     Raises:
-        ValueError: a shape, dtype or stride is another than these.
+        ValueError: a shape, dtype or stride is not supported.
 
     Memory: none besides the losses; on the CPU and without Triton float32 scratch of some rows, unseen by the ledger.
     """
@@ -150,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grads = ctx.grads
         if grads is None:
-            raise RuntimeError("linear_cross_entropy: its gradients were taken already; run the forward pass again")
+            raise RuntimeError("linear_cross_entropy: backward was run already; run the forward pass again")
         ctx.grads = None
         for grad in grads:
             if grad is not None:
@@ -175,15 +175,15 @@ def linear_cross_entropy(
         targets_M: (M,) int64, each in [0, V), or -100 for a token that does not count; none that does: the mean is 0.
         chunk_tokens: Tokens whose logits exist at a time, at least 1.
         softcap: c, where the logits are c * tanh(x / c) (Gemma 2, 2408.00118, section 2); 0: none.
-        num_targets: How many targets count. None has them counted, for which the host waits for the card.
+        num_targets: Number of targets that count; None: count them, which synchronizes with the card.
 
     Returns:
         A scalar, nats per token, float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: a shape or dtype is another than these, ``chunk_tokens`` is below 1, ``softcap`` below 0, or
+        ValueError: a shape or dtype is not supported, ``chunk_tokens`` is below 1, ``softcap`` below 0, or
             ``num_targets`` not in [0, M].
-        RuntimeError: differentiated twice; the gradients are scaled in place and handed out.
+        RuntimeError: differentiated twice; gradients are scaled in place and can be used once.
 
     Memory: one slice of logits in the dtype of the inputs, rows padded to a multiple of 64 columns, during the forward
     pass; the gradients that are asked for until the backward pass.

@@ -1,4 +1,4 @@
-"""Cross entropy of logits and its gradient by them in plain torch. C tokens, V vocabulary."""
+"""Cross entropy of logits and its gradient in plain torch. C tokens, V vocabulary."""
 
 import torch
 from torch import Tensor

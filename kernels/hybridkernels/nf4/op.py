@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hybridkernels.define_op import define_op, triton_or
+from hybridkernels.define_op import define_op, triton_or_fallback
 from hybridkernels.nf4.reference import GROUP_SIZE, Nf4Sizes, decode_scales, encode_codes, encode_scales, values_of
 
 _SLICE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -36,7 +36,7 @@ def _dequantize(codes: Tensor, scale_codes: Tensor, scales: Tensor, mean: Tensor
 
 
 _nf4_quantize = define_op("nf4_quantize", _quantize, mutates=("codes", "scale_codes", "scales", "mean"))
-_dequantize_cuda = triton_or(_dequantize, "nf4.nf4_dequantize_triton")
+_dequantize_cuda = triton_or_fallback(_dequantize, "nf4.nf4_dequantize_triton")
 _nf4_dequantize = define_op("nf4_dequantize", _dequantize, cuda=_dequantize_cuda, mutates=("out",))
 
 
@@ -51,7 +51,7 @@ def nf4_quantize(values_P: Tensor, codes: Tensor, scale_codes: Tensor, scales: T
         mean: float32, (1,).
 
     Raises:
-        ValueError: a dtype, size or layout is another than these.
+        ValueError: a dtype, size or layout is not supported.
     """
     _check(values_P, codes, scale_codes, scales, mean)
     _nf4_quantize(values_P, codes, scale_codes, scales, mean)

@@ -22,7 +22,7 @@ QUANTILES = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""Of a normal distribution, scaled to [-1, 1] (appendix E of the paper)."""
+"""Quantiles of a normal distribution, scaled to [-1, 1] (appendix E of the paper)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Nf4Sizes:
 
     @classmethod
     def of(cls, num_values: int) -> "Nf4Sizes":
-        """Return those of this many values."""
+        """Return the lengths for this many values."""
         groups = -(-num_values // GROUP_SIZE)
         return cls(-(-num_values // 2), groups, -(-groups // SCALE_GROUP_SIZE))
 

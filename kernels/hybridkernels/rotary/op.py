@@ -1,4 +1,4 @@
-"""Rotary position embedding as an op: it saves nothing but the shared tables, its gradient turns the other way."""
+"""Rotary position embedding as an op: it saves only the shared tables; its gradient is the inverse rotation."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _rotary.register_autograd(_differentiate, setup_context=_save)
 
 
 def rotary(x_BTNH: Tensor, cos_TR: Tensor, sin_TR: Tensor, positions_BT: Tensor | None = None) -> Tensor:
-    """Return x_BTNH, of any floating point dtype, turned by the angles of its positions.
+    """Return x_BTNH, of any floating point dtype, rotated by the angles of its positions.
 
     Args:
         x_BTNH: As above.

@@ -1,4 +1,4 @@
-"""The imagined path of a recurrent state-space model: several ticks of GRU, categorical prior and head in one op."""
+"""Rollout of a recurrent state-space model: several ticks of GRU, categorical prior and head in one op."""
 
 from hybridkernels.rssm_gru.op import rssm_rollout
 from hybridkernels.rssm_gru.reference import RssmRollout, draw_classes, gru_cell, unimix

@@ -1,4 +1,4 @@
-"""Several ticks of a recurrent state-space model's imagined path as one op, without gradients.
+"""Rollout of a recurrent state-space model, several ticks as one op without gradients.
 
 Legend: reference.py.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridkernels.define_op import define_op, describe, empty_like, triton_or
+from hybridkernels.define_op import define_op, describe, empty_like, triton_or_fallback
 from hybridkernels.rssm_gru.reference import RssmRollout, rssm_rollout_reference
 
 LAYERS = ("mix", "action", "seen", "gru_input", "gru_hidden", "prior", "head_hidden", "head")
@@ -46,7 +46,7 @@ def _takes_triton(weights: Sequence[Tensor], hidden_EBH: Tensor, classes_EBK: Te
     return hidden_EBH.dtype is torch.float32 and all(size >= 16 and size & (size - 1) == 0 for size in sizes)
 
 
-_cuda = triton_or(_in_torch, "rssm_gru.rssm_rollout_triton", fits=_takes_triton)
+_cuda = triton_or_fallback(_in_torch, "rssm_gru.rssm_rollout_triton", fits=_takes_triton)
 _rssm_rollout = define_op("rssm_rollout", _on_cpu, cuda=_cuda, fake=_fake, schema=_SCHEMA)
 
 

@@ -1,4 +1,4 @@
-"""The imagined path of a recurrent state-space model in plain torch: a GRU and its categorical prior, unseen.
+"""Rollout of a recurrent state-space model in plain torch: a GRU and its categorical prior.
 
     h_t = GRU(h_(t-1), silu(mix(z_(t-1)) + action(a_t)))   and + seen(x) in the first tick, where features x are given
     z_t ~ prior(h_t): categoricals, each (1 - u) softmax(logits) + u / classes with u = 1 %
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 UNIFORM_SHARE = 0.01
-"""Of every categorical: no class is impossible, and no logarithm of a probability is far below zero."""
+"""Share of the uniform distribution in every categorical, so that no class is impossible."""
 
 
 class RssmRollout(NamedTuple):
@@ -32,11 +32,11 @@ class RssmRollout(NamedTuple):
     means_SEB: Tensor
     log_variances_SEB: Tensor
     hidden_EBH: Tensor
-    """After the last tick, as the two below."""
+    """Deterministic state after the last tick; the next two likewise."""
     classes_EBK: Tensor
     """int64."""
     logits_EBZ: Tensor
-    """Of the prior that the last classes were drawn from."""
+    """Logits of the prior that the last classes were sampled from."""
 
 
 def linear(inputs_EBI: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:

@@ -1,8 +1,8 @@
-"""Several ticks of the model's imagined path in one launch: a program takes one member and a few rows.
+"""Rollout of several ticks in one launch: a program computes one member and a few rows.
 
-A row needs nothing of another, so programs never wait for each other. What a tick reads is the member's weights, 2.3
-MiB at the predictor's sizes, from the second-level cache: they arrive through asynchronous copies, some tiles ahead of
-the arithmetic. The row's state goes through global memory that only its program touches, and stays in the first-level
+Rows are independent, so programs never wait for each other. What a tick reads is the member's weights, 2.3 MiB at the
+predictor's sizes, from the second-level cache: they arrive through asynchronous copies, some tiles ahead of the
+arithmetic. The row's state goes through global memory that only its program touches, and stays in the first-level
 cache. Products are fp32 multiply-adds: a few rows would leave tensor cores idle, and TF32 would draw other classes.
 
 A tick is a row of parts, each a function: what one writes for another to read lies in global memory, and between two

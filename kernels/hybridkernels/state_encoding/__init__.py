@@ -1,6 +1,6 @@
 """Histories of a training run to one feature vector, and optimizer moments to the sums it takes."""
 
-from hybridkernels.state_encoding.moments import Coded, Moments
+from hybridkernels.state_encoding.moments import MomentCodes, Moments
 from hybridkernels.state_encoding.op import encode_state, encode_training_state, moment_statistics
 from hybridkernels.state_encoding.reference import (
     GRAD_NORM_STEPS,
@@ -19,7 +19,7 @@ __all__ = [
     "NUM_MOMENT_STATISTICS",
     "NUM_PHASES",
     "NUM_SCALARS",
-    "Coded",
+    "MomentCodes",
     "Moments",
     "encode_state",
     "encode_training_state",

@@ -15,13 +15,13 @@ from hybridkernels.adamw_int8.dynamic_map import QUANT_GROUP_SIZE
 from hybridkernels.define_op import describe
 
 NUM_COLUMNS = 12
-"""Of a table; the last one is not used: rows begin at multiples of 16 bytes."""
+"""Columns of a table; the last is padding, so that rows start at multiples of 16 bytes."""
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.uint8: 4}
 _ALIGNMENT = 16
 """Bytes that one thread loads at once."""
 
 
-class Coded(NamedTuple):
+class MomentCodes(NamedTuple):
     """Codes of the dynamic 8-bit map (adamw_int8/dynamic_map.py), which is unsigned for second moments."""
 
     codes: Tensor
@@ -30,7 +30,7 @@ class Coded(NamedTuple):
     """float32, contiguous, one per group of 256."""
 
 
-Stored = Tensor | Coded
+Stored = Tensor | MomentCodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Moments:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the values of m, v and slow, then the scales of each where it is in codes."""
         parts = (self.m, self.v, self.slow)
-        values = (part.codes if isinstance(part, Coded) else part for part in parts)
-        return *values, *(part.scale if isinstance(part, Coded) else None for part in parts)
+        values = (part.codes if isinstance(part, MomentCodes) else part for part in parts)
+        return *values, *(part.scale if isinstance(part, MomentCodes) else None for part in parts)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> "Moments":
@@ -66,7 +66,7 @@ class Moments:
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the moments."""
         return self._values.device
 
     def sums_like(self) -> Tensor:
@@ -75,15 +75,15 @@ class Moments:
 
     @property
     def _values(self) -> Tensor:
-        return self.m.codes if isinstance(self.m, Coded) else self.m
+        return self.m.codes if isinstance(self.m, MomentCodes) else self.m
 
 
 def _stored(values: Tensor | None, scale: Tensor | None) -> Stored | None:
-    return values if values is None or scale is None else Coded(values, scale)
+    return values if values is None or scale is None else MomentCodes(values, scale)
 
 
 def require_moments(moments: Sequence[Moments]) -> None:
-    """Refuse moments that do not fit together.
+    """Raise an error for moments that do not fit together.
 
     Raises:
         ValueError: there are none, or sizes, dtypes, devices or memory layouts do not fit.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridkernels.define_op import define_op, triton_or
+from hybridkernels.define_op import define_op, triton_or_fallback
 from hybridkernels.state_encoding.moments import Moments, require_moments
 from hybridkernels.state_encoding.reference import (
     GRAD_NORM_STEPS,
@@ -53,9 +53,9 @@ def _features_like(losses: Tensor, *_: Tensor) -> Tensor:
     return losses.new_empty(losses.shape[0], NUM_FEATURES, dtype=torch.float32)
 
 
-_state_cuda = triton_or(encode_state_reference, "state_encoding.encode_state_triton")
-_sums_cuda = triton_or(moment_statistics_reference, "state_encoding.moment_statistics_triton")
-_both_cuda = triton_or(_both_in_torch, "state_encoding.encode_training_state_triton", key="moment_statistics")
+_state_cuda = triton_or_fallback(encode_state_reference, "state_encoding.encode_state_triton")
+_sums_cuda = triton_or_fallback(moment_statistics_reference, "state_encoding.moment_statistics_triton")
+_both_cuda = triton_or_fallback(_both_in_torch, "state_encoding.encode_training_state_triton", key="moment_statistics")
 _encode_state = define_op("encode_state", encode_state_reference, cuda=_state_cuda, fake=_features_like)
 _moment_statistics = define_op(
     "moment_statistics", _of_pieces(moment_statistics_reference), cuda=_of_pieces(_sums_cuda),

@@ -132,7 +132,7 @@ def moments_of_sums(sums: Tensor) -> Tensor:
 
 
 SMALLEST_SIZE = 1e-30
-"""Of the product of two norms: below it there is no direction."""
+"""Least product of two norms; below it there is no direction."""
 _CHUNK = 2**15 - QUANT_GROUP_SIZE
 """Elements that stay in the second-level cache while several sums read them, in whole groups; from 2^15 on torch wakes
 its threads for every sum, which made reading the moments of gpt2-small take 0.7 to 0.9 s on two shared cores, not

@@ -15,7 +15,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         up: Shape, dtype and device of ``gate``.
 
     Raises:
-        ValueError: the inputs differ in shape, dtype or device, or are no floating point numbers.
+        ValueError: the inputs differ in shape, dtype or device, or are not floating point numbers.
 
     Memory: saves ``gate`` and ``up`` for the backward pass. Strided inputs are copied inside the op, unseen by the
     ledger; what a linear layer returns is not.

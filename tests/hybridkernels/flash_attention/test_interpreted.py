@@ -125,7 +125,7 @@ OPTIONS = {
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
 @pytest.mark.parametrize("chosen", OPTIONS.values(), ids=OPTIONS)
 def test_options_are_as_exact_as_the_plain_formula(chosen: dict[str, Any], dtype: torch.dtype) -> None:
-    inputs = random_inputs((2, 70, 2, 1, 16), dtype)
+    inputs = random_inputs((2, 70, 1, 1, 16), dtype)
     assert_as_exact_as_torch(inputs, make_options(**chosen))
 
 
@@ -134,14 +134,15 @@ def test_wide_heads_take_options_too(head_dim: int) -> None:
     assert_as_exact_as_torch(random_inputs((2, 70, 2, 1, head_dim), torch.float16), make_options((30, 40), 25, 5.0))
 
 
-@pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (64, 16), (32, 32)])
+@pytest.mark.sample(one_in=2)
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (32, 32), (64, 16)])
 def test_dk_and_dv_of_documents_do_not_depend_on_the_shape_of_tiles(
     block_m: int, block_n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiles = LaunchConfig(block_m, block_n, num_warps=4, num_stages=2)
     monkeypatch.setattr(triton_kernel, "launch_config", lambda _, kernel, __: tiles if kernel == "dkdv" else SMALL)
     # Long enough for blocks of queries that need no mask, in either order of the documents.
-    assert_as_exact_as_torch(random_inputs((2, 150, 2, 1, 16), torch.float32), make_options((130, 15, 5), 100))
+    assert_as_exact_as_torch(random_inputs((2, 150, 1, 1, 16), torch.float32), make_options((130, 15, 5), 100))
 
 
 @pytest.mark.usefixtures("real_blocks")
@@ -151,7 +152,8 @@ def test_results_are_as_exact_with_the_blocks_of_a_card(seq_len: int) -> None:
     assert_as_exact_as_torch(inputs)
 
 
-@pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (64, 16), (32, 32)])
+@pytest.mark.sample(one_in=2)
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 64), (32, 32), (64, 16)])
 def test_dk_and_dv_do_not_depend_on_the_shape_of_tiles(
     block_m: int, block_n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

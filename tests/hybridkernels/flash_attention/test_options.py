@@ -46,6 +46,30 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tiled._SCORES, "cpu", 4 * 33 * 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_card_below_8_0_attends_in_tiles(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    for module in (op, sdpa):
+        monkeypatch.setattr(module, "compute_capability", lambda _device: 75)
+    monkeypatch.setattr(op, "chosen_provider", lambda _op, available, _device: available[0])
+    q, k, v = random_qkv(shape, dtype)
+    out, lse = op._cuda(q, k, v)
+    fake_out, fake_lse = op._fake(*(tensor.to("meta") for tensor in (q, k, v)))
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
+        fake_out.shape,
+        fake_out.dtype,
+        fake_lse.shape,
+        fake_lse.dtype,
+    )
+    grad = torch.randn_like(out)
+    wanted = with_gradients(causal_attention, (q, k, v), grad)
+    found = dict(zip(wanted, (out, *op._cuda_backward(grad, q, k, v, out, lse)), strict=True))
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0.05, atol=0.05)  # some roundings of 8 bits
+
+
 def random_qkv(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     batch, seq_len, num_heads, num_kv_heads, head_dim = shape
     q, k, v = (

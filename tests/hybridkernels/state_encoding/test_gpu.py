@@ -5,7 +5,7 @@ import torch
 
 from hybridkernels.provider import use_provider
 from hybridkernels.state_encoding import encode_state, encode_training_state, moment_statistics
-from hybridkernels.state_encoding.moments import Coded, Moments, Stored
+from hybridkernels.state_encoding.moments import MomentCodes, Moments, Stored
 from hybridkernels.state_encoding.reference import encode_state_reference, moments_of_sums
 from numerics import assert_bitwise
 from state_encodings import KINDS, assert_sums, exact_sums, random_moments, random_states
@@ -16,8 +16,8 @@ LENGTHS = (0, 1, 255, 2048, 2049, 3_000_001)
 
 
 def on_card(stored: Stored | None) -> Stored | None:
-    if isinstance(stored, Coded):
-        return Coded(stored.codes.cuda(), stored.scale.cuda())
+    if isinstance(stored, MomentCodes):
+        return MomentCodes(stored.codes.cuda(), stored.scale.cuda())
     return stored if stored is None else stored.cuda()
 
 

@@ -8,7 +8,7 @@ import torch
 from hybridkernels.state_encoding import (
     LOSS_STEPS,
     NUM_FEATURES,
-    Coded,
+    MomentCodes,
     Moments,
     encode_state,
     encode_training_state,
@@ -128,9 +128,9 @@ def test_every_kind_of_storage_is_summed(kind: str, slow: str | None) -> None:
 
 def test_codes_may_end_with_the_tensor_or_with_their_group() -> None:
     padded = random_moments(700, "fp32", "codes")
-    assert isinstance(padded.v, Coded)
+    assert isinstance(padded.v, MomentCodes)
     assert padded.v.codes.numel() == 768
-    cut = Moments(padded.m, Coded(padded.v.codes[:700].clone(), padded.v.scale))
+    cut = Moments(padded.m, MomentCodes(padded.v.codes[:700].clone(), padded.v.scale))
     assert_bitwise(moment_statistics([padded]), moment_statistics([cut]))
 
 
@@ -174,8 +174,8 @@ def test_meta_tensors_give_the_shapes_of_real_ones() -> None:
     assert moment_statistics(moments).shape == (8,)
 
 
-def coded(numel: int, scales: int) -> Coded:
-    return Coded(torch.zeros(numel, dtype=torch.uint8), torch.zeros(scales))
+def coded(numel: int, scales: int) -> MomentCodes:
+    return MomentCodes(torch.zeros(numel, dtype=torch.uint8), torch.zeros(scales))
 
 
 REFUSALS = {

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from hybridtrain.config.aliases import KINDS, OPTIONS, tell_alias
+from hybridtrain.config.aliases import KINDS, OPTIONS, log_alias
 from hybridtrain.config.decode import decode
 from hybridtrain.errors import ConfigError
 from hybridtrain.hybrid.config import HybridConfig
@@ -29,7 +29,7 @@ def read(**table: object) -> Optimization:
 
 @pytest.fixture(autouse=True)
 def _nothing_was_told() -> None:
-    tell_alias.cache_clear()
+    log_alias.cache_clear()
 
 
 @pytest.mark.parametrize(("owner", "alias", "name"), PAIRS)

@@ -164,7 +164,7 @@ def test_a_value_error_without_words_is_still_a_fault() -> None:
 
     with pytest.raises(ConfigError) as caught:
         decode(Mute, {}, source="x")
-    assert caught.value.faults == ("$: these values are refused",)
+    assert caught.value.faults == ("$: invalid values",)
 
 
 def test_unknown_keys_come_sorted() -> None:
@@ -183,7 +183,7 @@ def test_unknown_keys_come_sorted() -> None:
         (float, "1", "found '1' (a string); a finite number is required"),
         (str, 3, "found 3 (an integer); a string is required"),
         (str, None, "found None (null); a string is required"),
-        (str, "\ud800", "found '\\ud800' (half a surrogate pair, which is not text); a string is required"),
+        (str, "\ud800", "found '\\ud800' (an unpaired surrogate, which is not text); a string is required"),
         (Path, "", "found '' (a string); a path is required"),
         (int | None, "x", "found 'x' (a string); an integer is required"),
         (tuple[int, ...], 3, "found 3 (an integer); an array is required"),
@@ -201,6 +201,30 @@ def test_wrong_types_are_refused(annotation: object, value: object, words: str) 
     with pytest.raises(ConfigError) as caught:
         decode(holder, {"held": value}, source="x", unions=UNIONS)
     assert caught.value.faults == (f"$.held: {words}",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "items", "place"),
+    [
+        (float, [1.0, math.nan], 1),
+        (float, [1.0, "2"], 1),
+        (float, [-math.inf, 2.0], 0),
+        (int, [1, 2.0], 1),
+        (int, [True], 0),
+    ],
+)
+def test_one_wrong_number_of_an_array_is_named(kind: type, items: list[object], place: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(make_dataclass("Held", [("items", tuple[kind, ...])]), {"items": items}, source="x")  # type: ignore[valid-type]
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"$.items[{place}]: found ")
+
+
+def test_integers_among_floats_become_floats() -> None:
+    held = make_dataclass("Held", [("items", tuple[float, ...])])
+    found = decode(held, {"items": [1, 2.5]}, source="x").items  # type: ignore[attr-defined]
+    assert found == (1.0, 2.5)
+    assert set(map(type, found)) == {float}
 
 
 def test_an_integer_too_large_for_a_float_is_refused() -> None:

@@ -60,11 +60,11 @@ def test_a_broken_file_says_where(tmp_path: Path, content: bytes, words: str) ->
 DEEP = 2000
 QUOTES = '"' * 1000
 BOMBS = {
-    "nests arrays or tables too deep to be read; write it flatter": f"a = {'[' * DEEP}{']' * DEEP}",
-    "holds a number that cannot be read (Exceeds the limit (4300 digits)": f"seq_len = {'9' * 5000}",
+    "nests arrays or tables too deeply; use less nesting": f"a = {'[' * DEEP}{']' * DEEP}",
+    "contains a number that cannot be read (Exceeds the limit (4300 digits)": f"seq_len = {'9' * 5000}",
     "$.a: is an unknown key (found a value too large to show)": f"seq_len = 1\na = 0x{'f' * 5000}",
     "$.b: is an unknown key (found a value too large to show)": f"seq_len = 1\na = 1\nb = [0x{'f' * 5000}]",
-    "line 2: a key of more than 64 parts; write tables less deep": f"\n{'.'.join(['a'] * 100_000)} = 1",
+    "line 2: a key of more than 64 parts; use less nesting": f"\n{'.'.join(['a'] * 100_000)} = 1",
 }
 
 

@@ -60,7 +60,7 @@ def test_a_corpus_of_one_window_is_enough_and_one_less_is_not() -> None:
     tokens = np.arange(9, dtype=np.uint32)
     batch = BatchSampler(tokens, micro_batch_size=2, seq_len=8, seed=0).batch(0, 0)
     assert batch.target_ids_BT[:, -1].tolist() == [8, 8]
-    with pytest.raises(DataError, match="8 tokens are too few: 1 x 8 and one target need 9"):
+    with pytest.raises(DataError, match="8 tokens are too few: 1 sequences of 8 and one target need 9"):
         BatchSampler(tokens[:8], micro_batch_size=2, seq_len=8, seed=0)
 
 
@@ -97,5 +97,5 @@ def test_validation_stops_at_max_batches() -> None:
 
 
 def test_validation_refuses_too_few_tokens_at_the_call() -> None:
-    with pytest.raises(DataError, match="8 tokens are too few: 2 x 4 and one target need 9"):
+    with pytest.raises(DataError, match="8 tokens are too few: 2 sequences of 4 and one target need 9"):
         validation(8)

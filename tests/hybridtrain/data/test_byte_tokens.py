@@ -43,7 +43,7 @@ def test_bytes_come_back(data: bytes) -> None:
 
 @pytest.mark.parametrize("strange", [256, 50256, -1])
 def test_a_token_that_is_no_byte_is_named_with_its_position(strange: int) -> None:
-    with pytest.raises(DataError, match=f"token {strange} at position 2 is no byte"):
+    with pytest.raises(DataError, match=f"token {strange} at position 2 is not a byte token;"):
         decode_tokens(np.array([0, 255, strange, 300], dtype=np.int64))
 
 

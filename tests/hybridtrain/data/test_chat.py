@@ -70,18 +70,18 @@ def test_a_template_that_rewrites_earlier_answers_gives_each_a_text_of_its_own()
 
 def test_a_template_whose_generation_prompt_is_nowhere_is_refused() -> None:
     elsewhere = "{% for m in messages %}{{ m.content }};{% endfor %}{{ 'go on' if add_generation_prompt }}"
-    with pytest.raises(ValueError, match=r"does not write messages\[2\] after its own generation prompt.*'chatml'"):
+    with pytest.raises(ValueError, match=r"does not render messages\[2\] after its generation prompt.*'chatml'"):
         ChatTemplate(elsewhere, {}).answered(MESSAGES)
 
 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{{ raise_exception('only two roles') }}", "refuses the messages .*only two roles"),
-        ("{{ messages[0].content + 1 }}", "refuses the messages"),
-        ("{{ ''.__class__.__mro__ }}", "refuses the messages .*unsafe"),
-        ("{{ messages.append(1) }}", "refuses the messages .*unsafe"),
-        ("{% for i in range(10000000) %}{% endfor %}", "refuses the messages .*Range too big"),
+        ("{{ raise_exception('only two roles') }}", "rejects the messages .*only two roles"),
+        ("{{ messages[0].content + 1 }}", "rejects the messages"),
+        ("{{ ''.__class__.__mro__ }}", "rejects the messages .*unsafe"),
+        ("{{ messages.append(1) }}", "rejects the messages .*unsafe"),
+        ("{% for i in range(10000000) %}{% endfor %}", "rejects the messages .*Range too big"),
     ],
 )
 def test_what_a_template_may_not(template: str, words: str) -> None:
@@ -156,7 +156,7 @@ def test_marked_answers_are_found_where_they_are_written(around: str, inner: str
 
 def test_answers_that_are_changed_after_they_were_marked_are_refused() -> None:
     trims = "{% set said %}{% generation %} {{ messages[2].content }} {% endgeneration %}{% endset %}{{ said | trim }}"
-    with pytest.raises(ValueError, match=r"changes what .* encloses before it writes it"):
+    with pytest.raises(ValueError, match=r"modifies the text inside .* before writing it"):
         ChatTemplate(trims, {}).answered(MESSAGES)
 
 
@@ -185,7 +185,7 @@ def test_answers_of_weight_0_are_not_learned(template: str) -> None:
 def test_a_template_that_marks_other_parts_than_answers_cannot_leave_one_out() -> None:
     once = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
     messages: list[JsonMapping] = [*MESSAGES, {"role": "assistant", "content": "", "weight": 0}]
-    with pytest.raises(ValueError, match="marks 1 parts of 3 answers"):
+    with pytest.raises(ValueError, match="marks 1 parts for 3 answers"):
         ChatTemplate(once, {}).answered(messages)
 
 
@@ -198,7 +198,7 @@ def test_a_template_that_marks_other_parts_than_answers_cannot_leave_one_out() -
         ("{{ range(99999) | join('a' * 99999) }}", "takes more than 1.00 GiB of memory"),
         ("{{ '%2000000000d' | format(1) }}", "takes more than 1.00 GiB of memory"),
         ("{{ 'a' * 20000000 }}", "writes more than 16,777,216 characters"),
-        ("{{ (messages | length) ** (9 ** 9) }}", f"does not end within {MOST_SECONDS} seconds"),
+        ("{{ (messages | length) ** (9 ** 9) }}", f"takes more than {MOST_SECONDS} s of CPU time"),
     ],
 )
 def test_what_a_template_takes_is_limited(template: str, words: str) -> None:
@@ -231,5 +231,5 @@ def test_many_turns_take_no_more_than_the_conversation(monkeypatch: pytest.Monke
 
 
 def test_half_a_surrogate_pair_anywhere_in_a_message_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"half of a surrogate pair \(U\+D800\)"):
+    with pytest.raises(ValueError, match=r"an unpaired surrogate \(U\+D800\)"):
         ChatTemplate("{{ messages[0].name }}", {}).text([{"role": "user", "content": "", "name": "\ud800"}])

@@ -42,15 +42,15 @@ def test_every_fault_has_file_line_and_what_is_allowed(tmp_path: Path) -> None:
     told = str(raised.value).splitlines()
     words = [
         "is not JSON", "found list", "keys ['txt']", 'both "text" and "messages"', "text: found 3; a string",
-        "completion is missing; a string is required", "messages: found []; a list of at least one message",
+        "completion is missing; a string is required", "messages: found []; allowed: a list of at least one message",
         'messages[0].role: found "asistant"; allowed: system, developer, user, assistant, tool',
-        "messages[0].content is missing", "half of a surrogate pair",
+        "messages[0].content is missing", "an unpaired surrogate",
     ]  # fmt: skip
     assert len(told) == len(words) + 1
     for number, (line, part) in enumerate(zip(told, words, strict=False), 2):
         assert line.startswith(f"{path}, line {number}: ")
         assert part in line
-    assert "fix these lines first" in told[-1]
+    assert "fix these first" in told[-1]
 
 
 def test_a_long_text_is_cut_where_its_tokens_do_not_notice(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_text_without_lines_is_cut_all_the_same(tmp_path: Path, text: str) -> No
         ("a.jsonl", b"ab\xff", "byte 2 is 0xff"),
         ("a.txt", b"a" * (2**20 - 1) + b"\xc3", "byte 1048575 is 0xc3"),
         ("a.txt", b"a" * (2**20 - 1) + b"\xc3\xc3", "byte 1048575 is 0xc3"),
-        ("a.txt", b"", "holds no UTF-8 text"),
+        ("a.txt", b"", "contains no UTF-8 text"),
     ],
 )
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -102,7 +102,7 @@ def test_a_folder_holds_text_and_lines(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
     source = open_source(tmp_path)
     assert source.left_out == (("c.png", "no UTF-8 text"),)
-    assert "reads a.jsonl (JSON lines), b.txt (text); leaves out c.png (no UTF-8 text)" in source.as_text()
+    assert "reads a.jsonl (JSON lines), b.txt (text); ignores c.png (no UTF-8 text)" in source.as_text()
     assert sorted(one[0].text for one in passages(tmp_path)) == ["one", "text", "two"]
     assert len(list(source.ranks())) == 3
     before = source.digest

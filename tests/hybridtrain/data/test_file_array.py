@@ -77,7 +77,7 @@ def test_a_token_file_that_changes_under_a_run_is_named(tmp_path: Path, change: 
     command = [sys.executable, "-c", _TRAINING, str(path), change]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "was changed or cut short while it was in use" in done.stdout
+    assert "changed or shrank while in use" in done.stdout
 
 
 def test_a_small_token_file_is_held_in_memory(tokens: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hybridtrain.data.chat import BUILTIN_TEMPLATES, ChatTemplate
 from hybridtrain.data.corpus import text_corpus
 from hybridtrain.data.documents import TextSource, holds_records, open_source, read_documents
-from hybridtrain.data.file_kinds import holds_json
+from hybridtrain.data.file_kinds import is_json_text
 from hybridtrain.errors import DataError
 from tiny_tokenizers import chat
 
@@ -42,7 +42,7 @@ def test_records_are_read_by_any_of_their_names(tmp_path: Path, name: str, conte
     path = tmp_path if is_folder else tmp_path / name
     assert texts(open_source(path)) == TEXTS
     assert holds_records(path)
-    with pytest.raises(DataError, match=r"holds JSON.*, which is not read as prose; name it in a \[data\] table"):
+    with pytest.raises(DataError, match=r"contains .*, not plain text; give it in the \[data\] table"):
         text_corpus(path)
 
 
@@ -54,7 +54,7 @@ def test_records_are_read_by_any_of_their_names(tmp_path: Path, name: str, conte
 def test_json_under_another_name_is_refused(tmp_path: Path, name: str, content: str, *, is_folder: bool) -> None:
     (tmp_path / name).write_text(content)
     (tmp_path / "prose.txt").write_text(PROSE)
-    with pytest.raises(DataError, match=f"{name} holds JSON, which is not"):
+    with pytest.raises(DataError, match=f"{name} contains JSON, which is not"):
         open_source(tmp_path if is_folder else tmp_path / name)
 
 
@@ -78,7 +78,7 @@ def test_compressed_records_are_refused(tmp_path: Path, name: str) -> None:
 )  # fmt: skip
 def test_prose_is_not_taken_for_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
-    assert not holds_json(tmp_path / "a.txt")
+    assert not is_json_text(tmp_path / "a.txt")
 
 
 VALUES = st.recursive(
@@ -102,7 +102,7 @@ def test_any_json_is_seen(
     written = [json.dumps(value, indent=indent, ensure_ascii=is_ascii) for value in values]
     for content in (between.join(written), json.dumps(values, indent=indent, ensure_ascii=is_ascii)):
         path.write_bytes((before + content).encode(errors="surrogatepass"))
-        assert holds_json(path)
+        assert is_json_text(path)
 
 
 def test_files_about_records_are_left_out_and_named(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_readme_and_metadata_among_prose(tmp_path: Path) -> None:
 def test_damaged_json_beside_records_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINES)
     (tmp_path / "b.json").write_text(LIST[:-1])
-    with pytest.raises(DataError, match=r"b\.json is no JSON .*; fix it, or move it away"):
+    with pytest.raises(DataError, match=r"b\.json is no JSON .*; fix it, or remove it from the folder"):
         open_source(tmp_path)
     with pytest.raises(DataError, match=r"b\.json is no JSON .*; fix it"):
         open_source(tmp_path / "b.json")
@@ -140,7 +140,7 @@ def test_damaged_json_beside_records_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{}", "[]", "[1, 2]", '{"a": [1]}', '"a"'])
 def test_a_json_file_without_documents_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(DataError, match="holds no document; allowed is"):
+    with pytest.raises(DataError, match="contains no document; allowed: "):
         open_source(tmp_path / "a.json")
 
 

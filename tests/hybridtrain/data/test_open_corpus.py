@@ -53,7 +53,7 @@ def test_a_folder_with_train_and_val_uses_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("present", "missing"), [("train.bin", "val.bin"), ("val.bin", "train.bin")])
 def test_half_a_token_folder_says_which_file_is_missing(tmp_path: Path, present: str, missing: str) -> None:
     write_tokens(tmp_path / present, 30)
-    with pytest.raises(DataError, match=f"lacks {missing}"):
+    with pytest.raises(DataError, match=f"has no {missing}"):
         open_corpus(tmp_path, vocab_size=30)
 
 
@@ -61,7 +61,7 @@ def test_text_needs_a_vocabulary_of_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text(TEXT)
     for corpus in (None, path):
-        with pytest.raises(DataError, match="read as 256 byte tokens, but the vocabulary has 255"):
+        with pytest.raises(DataError, match="needs 256 byte tokens, but the model's vocab_size is 255"):
             open_corpus(corpus, vocab_size=255)
 
 
@@ -112,7 +112,7 @@ def test_a_folder_gives_one_document_per_text_file(tmp_path: Path) -> None:
         b"sub/no_suffix",
     ]
     assert (corpus.name, corpus.num_documents) == (tmp_path.name, 4)
-    assert corpus.source == f"4 text files below {tmp_path}, 2 other files skipped"
+    assert corpus.source == f"4 text files below {tmp_path}, 2 other files ignored"
 
 
 def test_a_folder_is_the_same_corpus_wherever_it_lies(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("", "a.txt holds no UTF-8 text and no records"), ("too short", "10 tokens to train .*are too few")],
+    [("", "a.txt contains no UTF-8 text and no records"), ("too short", "10 tokens to train .*are too few")],
 )
 def test_an_empty_or_tiny_file_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "a.txt"
@@ -145,7 +145,7 @@ def test_an_empty_or_tiny_file_is_refused(tmp_path: Path, content: str, words: s
 def test_a_folder_without_text_says_what_it_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"\0")
     with pytest.raises(
-        DataError, match=r"holds no UTF-8 text and no records \(a\.png: no UTF-8 text\); name a text file"
+        DataError, match=r"contains no UTF-8 text and no records \(a\.png: no UTF-8 text\); give a text file"
     ):
         text_corpus(tmp_path)
 

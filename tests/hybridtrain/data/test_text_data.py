@@ -76,7 +76,7 @@ def test_masks_by_prefixes() -> None:
     answers = [token for token, counts in zip(tokens, counted, strict=True) if counts]
     assert theirs.decode(answers) == "The sky is blue.<|im_end|>\ndef f(x):\n    return  x <|im_end|>\n"
     assert not any(of_document(train, 2)[1])
-    assert "answers are found by prefixes of the chat template" in said
+    assert "answers are located by prefixes of the chat template" in said
 
 
 def test_answers_that_are_written_otherwise_later_end_documents_of_their_own() -> None:
@@ -93,7 +93,7 @@ def test_answers_that_are_written_otherwise_later_end_documents_of_their_own() -
     assert answers == [
         f"{answer}<|im_end|>\n{END}" for answer in ("The sky is blue.", "def f(x):\n    return  x ", "\u00e9 fox")
     ]
-    assert "writes earlier answers of 1 conversations otherwise" in said[-1]
+    assert "renders earlier answers of 1 conversations differently," in said[-1]
 
 
 def test_loss_on_all() -> None:
@@ -194,10 +194,10 @@ def test_token_files_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"packing": "stream"}, "packing = 'stream' takes windows wherever they fall"),
+        ({"packing": "stream"}, "packing = 'stream' draws windows at random,"),
         ({"chat_template": "chatlm"}, "template 'chatlm' is unknown; did you mean 'chatml'"),
         ({"chat_template": "none.jinja"}, "none.jinja does not exist"),
-        ({}, "messages need a chat template and the tokenizer has no default one; set chat_template to .*chatml"),
+        ({}, "messages need a chat template, and the tokenizer has no default; set chat_template to .*chatml"),
     ],
 )
 def test_what_messages_need(options: dict[str, str], words: str) -> None:
@@ -279,7 +279,7 @@ def test_validation_text_that_is_trained_on_is_told() -> None:
     write_lines(Path("v.jsonl"), {"text": "c d", "id": 1}, {"text": "held out"})
     said: list[str] = []
     opened(DataConfig(path=Path("a.jsonl"), validation=Path("v.jsonl")), said)
-    assert any("1 of 2 documents of v.jsonl are in a.jsonl too" in line for line in said)
+    assert any("1 of 2 documents of v.jsonl are also in a.jsonl," in line for line in said)
 
 
 def test_tokens_that_the_model_lacks_are_refused_where_they_occur() -> None:
@@ -296,7 +296,9 @@ def test_tokens_that_the_model_lacks_are_refused_where_they_occur() -> None:
     open_text(DataConfig(path=Path("b.jsonl"), tokenizer="tok"), vocab_size=known + 1, folder=Path("run/tokens"),
               say=lambda _: None)  # fmt: skip
     for folder in ("run/tokens", "other"):
-        with pytest.raises(DataError, match=rf"token {known}, '<image>', occurs in the text, .* has {known}; use the"):
+        with pytest.raises(
+            DataError, match=rf"token {known}, '<image>', occurs in the text, .* vocab_size is {known}; use the"
+        ):
             open_text(
                 DataConfig(path=Path("b.jsonl"), tokenizer="tok"), vocab_size=known, folder=Path(folder),
                 say=lambda _: None,
@@ -310,10 +312,10 @@ def test_files_of_blank_lines_are_refused(content: str, options: dict[str, str])
     for name in ("a.jsonl", "blank/a.jsonl", "blank/b.ndjson"):
         Path(name).write_text(content)
     for path in (Path("a.jsonl"), Path("blank")):
-        with pytest.raises(DataError, match=f"{path} holds no document with text; fill its files"):
+        with pytest.raises(DataError, match=f"{path} contains no text; give files with text"):
             opened(DataConfig(path=path, **options))  # type: ignore[arg-type]
     write_lines(Path("b.jsonl"), {"text": "a b"})
-    with pytest.raises(DataError, match=r"a\.jsonl holds no document with text"):
+    with pytest.raises(DataError, match=r"a\.jsonl contains no text; give files with text"):
         opened(DataConfig(path=Path("b.jsonl"), validation=Path("a.jsonl"), **options))  # type: ignore[arg-type]
 
 
@@ -325,7 +327,7 @@ def test_a_chat_template_that_nothing_uses_is_refused(name: str) -> None:
     write_lines(Path("a.jsonl"), *[{"text": sentence} for sentence in SENTENCES])
     write_token_file(Path("a.bin"), np.arange(1000) % 256, TokenFormat.RAW_UINT16)
     for _ in range(2):
-        with pytest.raises(DataError, match=f"chat_template: 'chatml' has no effect: {name} holds no messages"):
+        with pytest.raises(DataError, match=f"chat_template: 'chatml' has no effect: {name} contains no messages"):
             opened(DataConfig(path=Path(name), chat_template="chatml"))
 
 

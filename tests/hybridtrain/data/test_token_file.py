@@ -82,14 +82,14 @@ def test_the_digest_is_of_type_and_tokens_not_of_the_header(tmp_path: Path) -> N
     [
         (b"", "holds 0 tokens; at least 2 are needed"),
         (u16(1), "holds 1 tokens; at least 2 are needed"),
-        (b"\1\0\2\0\3", "has 5 bytes, no multiple of the 2 bytes of a uint16 token"),
-        (header(20240520, 1, 3) + u16(1, 2), "a header of 3 tokens makes 1030 bytes, not 1028"),
-        (header(20240520, 1, 1) + u16(1, 2), "a header of 1 tokens makes 1026 bytes, not 1028"),
-        (header(20240520, 1, -1) + u16(1, 2), "a header of -1 tokens makes 1022 bytes, not 1028"),
-        (header(20240520, 1, 2)[:100], "a header of 2 tokens makes 1028 bytes, not 100"),
-        (header(20240520, 1, 2)[:8], "a header of 0 tokens makes 1024 bytes, not 8"),
-        (header(20240520, 2, 2) + u16(1, 2), "magic number 20240520 with version 2; version 1 is known"),
-        (header(20240801, 1, 1) + u16(1, 0), "magic number 20240801 with version 1; version 7 is known"),
+        (b"\1\0\2\0\3", "has 5 bytes, not a multiple of 2 bytes per uint16 token"),
+        (header(20240520, 1, 3) + u16(1, 2), "its header states 3 tokens"),
+        (header(20240520, 1, 1) + u16(1, 2), "its header states 1 tokens"),
+        (header(20240520, 1, -1) + u16(1, 2), "its header states -1 tokens"),
+        (header(20240520, 1, 2)[:100], "its header states 2 tokens"),
+        (header(20240520, 1, 2)[:8], "its header states 0 tokens"),
+        (header(20240520, 2, 2) + u16(1, 2), "magic number 20240520 with version 2; version 1 is supported:"),
+        (header(20240801, 1, 1) + u16(1, 0), "magic number 20240801 with version 1; version 7 is supported:"),
         (header(20240801, 7, 1) + u16(1, 0), "holds 1 tokens"),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, content: bytes, words
 def test_a_header_and_the_option_must_agree(tmp_path: Path) -> None:
     path = write(tmp_path / "t.bin", header(20240520, 1, 2) + u16(1, 2))
     assert open_token_file(path, vocab_size=9, dtype="uint16").tokens.tolist() == [1, 2]
-    with pytest.raises(DataError, match="holds uint16 tokens by its header, not uint32"):
+    with pytest.raises(DataError, match="contains uint16 tokens by its header, not uint32"):
         open_token_file(path, vocab_size=9, dtype="uint32")
 
 
@@ -131,7 +131,7 @@ def test_chunks_do_not_show_in_the_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_is_no_token_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is no file"):
+    with pytest.raises(DataError, match="is not a file"):
         open_token_file(tmp_path, vocab_size=9)
 
 
@@ -156,7 +156,7 @@ def test_a_token_that_does_not_fit_leaves_the_old_file(tmp_path: Path, token: in
 
 def test_more_tokens_than_the_header_counts_are_refused(tmp_path: Path) -> None:
     many: npt.NDArray[np.uint8] = np.broadcast_to(np.zeros(1, dtype=np.uint8), 2**31)  # takes no memory
-    with pytest.raises(DataError, match=r"2147483648 tokens exceed llm\.c's header"):
+    with pytest.raises(DataError, match=r"2147483648 tokens do not fit llm\.c's header"):
         write_token_file(tmp_path / "t.bin", many, TokenFormat.LLMC_GPT2)
 
 

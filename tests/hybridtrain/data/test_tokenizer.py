@@ -53,20 +53,20 @@ def test_another_end_of_text_token(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(folder, vocab_size=300, eos_token=END_TURN)
     assert tokenizer.decode(tokenizer.eos_ids) == END_TURN
     assert tokenizer.digest != open_tokenizer(folder, vocab_size=300).digest
-    with pytest.raises(DataError, match=r"eos_token: 'nope' is not a token of .*; name one"):
+    with pytest.raises(DataError, match=r"eos_token: 'nope' is not a token of .*; use one"):
         open_tokenizer(folder, vocab_size=300, eos_token="nope")  # noqa: S106
 
 
 @pytest.mark.parametrize(
     ("name", "vocab_size", "words"),
     [
-        ("bos", 3, "puts token 3 around each document, the model's vocabulary has 3; use the tokenizer"),
-        ("bytes", 100, "puts token 188 around each document, the model's vocabulary has 100"),
+        ("bos", 3, "adds token 3 to each document, but the model's vocab_size is 3; use the model's"),
+        ("bytes", 100, "adds token 188 to each document, but the model's vocab_size is 100"),
         ("tokk", 300, "does not exist; did you mean 'tok'"),
         ("damaged.json", 300, "damaged.json is not a tokenizer of the library 'tokenizers'"),
         ("badly", 300, "tokenizer_config.json is not JSON"),
         ("half", 300, "tokenizer_config.json is not JSON .*surrogates not allowed"),
-        ("empty", 300, "holds no tokenizer.json, and transformers cannot open it"),
+        ("empty", 300, "contains no tokenizer.json, and transformers cannot open it"),
     ],
 )
 def test_tokenizers_that_cannot_be_used(
@@ -147,7 +147,7 @@ def test_without_transformers_a_class_that_may_make_other_ids_is_told(
     monkeypatch.setitem(sys.modules, "transformers", None)
     told = open_tokenizer(str(folder), vocab_size=300).remark
     expected = name is not None and name.endswith(("LlamaTokenizer", "LlamaTokenizerFast"))
-    assert (f"transformers' {name} may make others: install it" in told) == expected
+    assert (f"transformers' {name} may differ: install transformers" in told) == expected
 
 
 def test_a_folder_that_transformers_cannot_open_is_read_as_its_files_say(

@@ -35,7 +35,7 @@ def ours(losses: list[float], speeds: list[float] | None = None) -> str:
 FALLING = [5 * math.exp(-step / 20) + 2 + 0.05 * (-1) ** step for step in range(60)]
 LOGS = {
     "plan-too-large": "NVIDIA GeForce RTX 4090: does not fit, 30 GiB of 23.52 GiB used",
-    "host-too-small": "host memory: 3.00 GiB more for optim_state exceed the limit of 60.00 GiB (held: nothing)",
+    "host-too-small": "host memory: 3.00 GiB more for optim_state exceed the limit of 60.00 GiB (in use: nothing)",
     "cannot-pin": "host memory: 3.00 GiB could not be pinned (CUDA error 2, out of memory)",
     "disk-full": "OSError: [Errno 28] No space left on device: 'run/state.pt'",
     "loss-no-number": ours([*FALLING[:20], math.nan]),
@@ -43,7 +43,7 @@ LOGS = {
     "loss-spikes": ours([*FALLING[:40], 9.0, *FALLING[40:]]),
     "slower-at-once": ours(FALLING, [1000.0] * 30 + [500.0] * 30),
     "slowing-down": ours(FALLING, [1000.0 - 10 * step for step in range(60)]),
-    "bound-by-the-bus": "a step takes 7.68 s, bound by transfer",
+    "bound-by-the-bus": "a step takes 7.68 s, bottleneck: transfer",
     "no-compiler": "8-bit update on the CPU: no C compiler found: plain torch, about 100 times slower (install gcc)",
     "triton-missing": "Triton: cannot run here: kernels are torch's own ops, slower",
     "runs-on-the-processor": "AssertionError: Torch not compiled with CUDA enabled",
@@ -189,13 +189,13 @@ def test_the_command_reads_a_runs_folder_and_tells_codes(tmp_path: Path, capsys:
     assert (found["trouble"], found["topic"]) == ("loss-no-number", "Accuracy")
     (tmp_path / "log.jsonl").write_text(ours(FALLING))
     assert main(["doctor", "--from", str(tmp_path)]) == 0
-    assert f"nothing wrong found in {len(FALLING)} losses and {len(FALLING)} speeds" in capsys.readouterr().out
+    assert f"no problem found in {len(FALLING)} losses and {len(FALLING)} speeds" in capsys.readouterr().out
     sound = tmp_path / "sound.txt"
     sound.write_text("all is well")
     assert main(["doctor", "--from", str(sound)]) == 1
-    assert "nothing in it is known to be wrong" in capsys.readouterr().out
+    assert "no known problem found. Give" in capsys.readouterr().out
     assert main(["doctor", "--from", str(tmp_path / "none")]) == 2
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         read_log(tmp_path / "none")
 
 

@@ -163,7 +163,7 @@ def test_the_message_says_what_is_wrong_what_is_allowed_and_what_to_do() -> None
     with pytest.raises(DivergenceError) as raised:
         trainer.step(bad_step())
     message = str(raised.value)
-    assert message.startswith("step 2: loss is nan; it must be a finite number. The step was not applied. Lower ")
+    assert message.startswith("step 2: loss is nan; it must be a finite number. The update was not applied. Lower ")
     assert "optimizer.lr (0.0003)" in message
 
 

@@ -49,47 +49,47 @@ def test_no_jump_while_the_level_warns_and_one_as_soon_as_it_does_not() -> None:
 @pytest.mark.parametrize("full_steps", [1, 2, 3, 10])
 def test_bad_blocks_halve_and_stretch_and_good_ones_bring_both_back(full_steps: int) -> None:
     controller = PhaseController(HybridConfig(full_steps=full_steps), 0)
-    controller.judge_block(2.0, 1.0)
+    controller.judge_round(2.0, 1.0)
     assert (controller.state.scale, controller.state.full_steps) == (1.0, full_steps)  # it may be chance
-    controller.judge_block(2.0, 1.0)
+    controller.judge_round(2.0, 1.0)
     assert (controller.state.scale, controller.state.full_steps) == (0.5, 2 * full_steps)
     for _ in range(9):
-        controller.judge_block(2.0, 1.0)
+        controller.judge_round(2.0, 1.0)
     assert (controller.state.scale, controller.state.full_steps) == (1 / 16, 4 * full_steps)
     for _ in range(20):
-        controller.judge_block(1.0, 1.0)
+        controller.judge_round(1.0, 1.0)
     assert (controller.state.scale, controller.state.full_steps) == (1.0, full_steps)
 
 
 def test_bad_blocks_that_are_not_in_a_row_change_nothing() -> None:
     controller = PhaseController(HybridConfig(adapt_lr=True), 0)
     for _ in range(6):
-        controller.judge_block(2.0, 1.0)
-        controller.judge_block(1.0, 1.0)
+        controller.judge_round(2.0, 1.0)
+        controller.judge_round(1.0, 1.0)
     assert (controller.state.scale, controller.state.full_steps, controller.state.lr_factor) == (1.0, 10, 1.0)
 
 
 def test_surprises_lower_the_learning_rate_where_that_is_wanted() -> None:
     controller = PhaseController(HybridConfig(adapt_lr=True), 0)
     for _ in range(2):
-        controller.judge_block(2.0, 1.0)
+        controller.judge_round(2.0, 1.0)
     assert controller.state.lr_factor == 0.8
     for _ in range(10):
-        controller.judge_block(2.0, 1.0)
+        controller.judge_round(2.0, 1.0)
     assert controller.state.lr_factor == 0.5
     for _ in range(30):
-        controller.judge_block(1.0, 1.0)
+        controller.judge_round(1.0, 1.0)
     assert controller.state.lr_factor == 1.0
 
 
 def test_too_many_bad_blocks_stop_jumps_until_enough_are_good() -> None:
     controller = PhaseController(HybridConfig(full_steps=2, adapt=False), 0)
     for _ in range(4):
-        controller.judge_block(2.0, 1.0)
+        controller.judge_round(2.0, 1.0)
     assert controller.state.confidence < 0.5
     assert "predict" not in run(controller, 6)
     assert not controller.jumps_after(7, NORMAL)
-    controller.judge_block(1.0, 1.0)
+    controller.judge_round(1.0, 1.0)
     assert controller.state.confidence > 0.5
     assert controller.jumps_after(7, NORMAL)
     controller.update(6, NORMAL)
@@ -104,7 +104,7 @@ def test_a_rollback_halves_the_strength_for_a_while(*, adapt: bool) -> None:
     assert controller.state.correct_left == 0
     assert controller.scale_at(101) == controller.scale_at(299) == 0.5
     for _ in range(9):
-        controller.judge_block(1.0, 1.0)
+        controller.judge_round(1.0, 1.0)
     assert controller.scale_at(299) == 0.5
     for step in range(101, 300):
         controller.count_step(step)
@@ -145,7 +145,7 @@ def test_a_saved_controller_decides_alike() -> None:
     config = HybridConfig(full_steps=3)
     one, other = PhaseController(config, 1), PhaseController(config, 1)
     run(one, 7)
-    one.judge_block(2.0, 1.0)
+    one.judge_round(2.0, 1.0)
     one.judge_probe(4.0, 4.01)
     other.load_state_dict(one.state_dict())
     assert other.state_dict() == one.state_dict()

@@ -219,5 +219,5 @@ def test_a_run_saved_while_its_state_is_forgotten_goes_on_to_the_bit(place: list
 def test_an_average_of_other_gradients_is_not_taken_over(stacks: tuple[Optimization, ...], tmp_path: Path) -> None:
     saved_after_a_jump([stacks[0], remembers()], tmp_path)
     resumed = fresh_hybrid(GPT2_UNTIED, [stacks[1], remembers()], CONFIGS["slow-separate"])
-    with pytest.raises(ConfigError, match=r"slow average: it was saved under predict_memory's optimizer_state of"):
+    with pytest.raises(ConfigError, match=r"slow average: saved with predict_memory's optimizer_state of"):
         load_checkpoint(resumed.trainer, tmp_path, resumed)

@@ -157,7 +157,7 @@ def test_budgets_are_kept() -> None:
     needed = RssmForecaster.num_bytes() / 2**20
     make_forecaster("rssm", seed=0, budget_mib=needed + 0.01)
     for kind, budget in (("rssm", needed - 0.01), ("mlp", 0.1)):
-        with pytest.raises(ValueError, match=rf"budget_mib: .*{kind}.*at least \d+ is allowed; "):
+        with pytest.raises(ValueError, match=rf"budget_mib: .*{kind}.*at least \d+ is needed; "):
             make_forecaster(kind, seed=0, budget_mib=budget)
 
 

@@ -25,7 +25,7 @@ BAD: dict[str, Callable[[], object]] = {
     "probe_every": lambda: HybridConfig(probe_every=0),
     "predictor_budget_mib": lambda: HybridConfig(predictor_budget_mib=0),
     "warmup_steps": lambda: HybridConfig(warmup_steps=-1),
-    "full_steps: 1 gives predictor 'linear' no displacement": lambda: HybridConfig(predictor="linear", full_steps=1),
+    "full_steps: 1 leaves predictor 'linear' without a": lambda: HybridConfig(predictor="linear", full_steps=1),
     "confidence_threshold": lambda: HybridConfig(confidence_threshold=1.1),
     "max_predict_steps": lambda: HybridConfig(max_predict_steps=-1.0),
     "max_predict_steps: nan": lambda: HybridConfig(max_predict_steps=math.nan),

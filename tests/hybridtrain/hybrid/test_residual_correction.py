@@ -35,7 +35,7 @@ def watch(correction: str) -> tuple[LossWatch, PhaseController]:
     config = HybridConfig(full_steps=WINDOW, correction=correction)  # type: ignore[arg-type]
     made = LossWatch(config, 0, lambda step: 1e-3 / step)
     made.forecaster = Biased()
-    made.open_block(0)
+    made.open_round(0)
     return made, PhaseController(config, 0)
 
 
@@ -47,7 +47,7 @@ def run(made: LossWatch, controller: PhaseController, first: int, last: int) -> 
         error = made.observe(signal, controller)
         if error is not None:
             errors.append(error)
-            made.open_block(step, predicted_steps=float(step % 5), scale=0.5)
+            made.open_round(step, predicted_steps=float(step % 5), scale=0.5)
     return errors
 
 

@@ -26,7 +26,7 @@ BAD: dict[str, tuple[str, str, Callable[[Any], object]]] = {
     "controller.state.rises: found nan (str)": ("power_law", "controller state rises", lambda _: ["nan"]),
     "watch.monitor: found [] (list); dict": ("power_law", "watch monitor", lambda _: []),
     "watch.forecaster.kind: the state is of forecaster 'ema'": ("mlp", "watch forecaster kind", lambda _: "ema"),
-    "watch.forecaster.calibrator.pending.mean: is missing": ("linear", PENDING, lambda _: [
+    "watch.forecaster.calibrator.pending.mean: missing": ("linear", PENDING, lambda _: [
         {"first_step": 1, "last_step": 2}
     ]),
     "watch.forecaster.ensemble.flat: found torch.float32 (3,)": ("mlp", f"{ENSEMBLE} flat", lambda _: torch.zeros(3)),
@@ -71,5 +71,5 @@ def test_a_damaged_value_is_named(fault: str) -> None:
 def test_a_missing_value_is_named() -> None:
     state = made("linear").state_dict()
     del state["num_probes"]
-    with pytest.raises(ConfigError, match="num_probes: is missing in the checkpoint; use an older one"):
+    with pytest.raises(ConfigError, match="num_probes: missing in the checkpoint; use an older one"):
         made("linear").load_state_dict(state)

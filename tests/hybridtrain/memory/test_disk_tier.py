@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from faults.runs import ended, forked, is_running
 from hybridtrain.errors import DiskSpaceError, DiskTierError, HybridTrainError
 from hybridtrain.memory import disk_tier
 from hybridtrain.memory.disk_tier import DiskArena, DiskFile
 
-AWAIT_PARENT = "sys.stdin.readline()"
-SCRIPT = """
-import os, signal, sys
+FORKS = """
+import os, sys
 from pathlib import Path
 import torch
 from hybridtrain.memory.disk_tier import DiskArena
@@ -33,7 +34,14 @@ from hybridtrain.memory.disk_tier import DiskArena
 arena = DiskArena(Path(sys.argv[1]))
 file = arena.allocate(100_000, "weights")
 file.write(0, torch.frombuffer(bytearray(b"x" * 100_000), dtype=torch.uint8))
-print(os.getpid(), flush=True)
+child = os.fork()
+if child == 0:
+    arena.close()
+    sys.exit(0)  # runs atexit, as a child of multiprocessing does not
+assert os.waitpid(child, 0)[1] == 0
+target = torch.empty(3, dtype=torch.uint8)
+file.read(0, target)
+assert target.tolist() == [120] * 3
 """
 
 
@@ -87,30 +95,6 @@ def failing(code: int) -> Callable[..., int]:
         raise OSError(code, os.strerror(code))
 
     return fail
-
-
-def started(folder: Path, then: str) -> "subprocess.Popen[str]":
-    """Start a process that has an arena with one file, and runs ``then``."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT + then, str(folder)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # A suite started in the background of a script ignores SIGINT, and its children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  no threads here
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == str(process.pid)
-    return process
-
-
-@contextmanager
-def waiting_process(folder: Path, then: str = AWAIT_PARENT) -> "Iterator[subprocess.Popen[str]]":
-    """Hold such a process while it waits, and kill it at the end if it still runs."""
-    process = started(folder, then)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 # Content
@@ -256,7 +240,7 @@ def test_a_failing_disk_is_reported(arena: DiskArena, monkeypatch: pytest.Monkey
     file = arena.allocate(100, "weights")
     monkeypatch.setattr(os, name, failing(errno.EIO))
     use = file.read if name == "preadv" else file.write
-    with pytest.raises(DiskTierError, match=r"at byte 20 failed: Input/output error; the disk may be failing"):
+    with pytest.raises(DiskTierError, match=r"at byte 20 failed: Input/output error; check the disk"):
         use(20, torch.zeros(10, dtype=torch.uint8))
 
 
@@ -370,17 +354,26 @@ def test_arenas_made_at_once_by_threads_share_a_folder(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_process_leaves_nothing_however_it_ends(tmp_path: Path, number: signal.Signals | None) -> None:
-    with waiting_process(tmp_path) as process:
-        assert names_in(tmp_path) == []  # nothing to leave behind, at no time
-        if number is None:
-            process.communicate(input="\n", timeout=60)
-            assert process.returncode == 0
-        else:
-            process.send_signal(number)
-            assert process.wait(timeout=60) == -number
-    assert names_in(tmp_path) == []
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_process_leaves_nothing_whatever_signal_ends_it(tmp_path: Path, number: signal.Signals) -> None:
+    folder, ready = tmp_path / "tier", tmp_path / "ready"
+
+    def wait() -> None:
+        if number is not signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        arena = DiskArena(folder)
+        arena.allocate(100_000, "weights").write(0, tensor(b"x" * 100_000))
+        ready.touch()
+        time.sleep(30)
+
+    with forked(wait) as process:
+        while not ready.exists():
+            assert is_running(process)
+            time.sleep(0.01)
+        assert names_in(folder) == []  # nothing to leave behind, at no time
+        os.kill(process, number)
+        assert ended(process) == -number
+    assert names_in(folder) == []
 
 
 def test_no_signal_handler_is_touched(tmp_path: Path) -> None:
@@ -389,20 +382,10 @@ def test_no_signal_handler_is_touched(tmp_path: Path) -> None:
         assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
-    fork = """
-child = os.fork()
-if child == 0:
-    arena.close()
-    sys.exit(0)  # runs atexit, as a child of multiprocessing does not
-assert os.waitpid(child, 0)[1] == 0
-target = torch.empty(3, dtype=torch.uint8)
-file.read(0, target)
-assert target.tolist() == [120] * 3
-"""
-    process = started(tmp_path, fork)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+def test_a_forked_child_leaves_the_file_to_its_parent_which_leaves_nothing(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert names_in(tmp_path) == []
 
 
 def test_both_errors_are_the_users_to_mend() -> None:

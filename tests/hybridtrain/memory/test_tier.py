@@ -41,7 +41,7 @@ def test_what_exceeds_the_limit_is_refused_and_not_counted() -> None:
         account.enter(Placement.HOST, MIB + 1, TensorClass.OPTIM_STATE)
     message = str(raised.value)
     assert message.startswith("host memory: 1.00 MiB more for optim_state exceed the limit of 3.00 MiB")
-    assert "(held: weight 2.00 MiB)" in message
+    assert "(in use: weight 2.00 MiB)" in message
     assert "raise the limit" in message
     assert account.by_class(Placement.HOST) == {TensorClass.WEIGHT: 2 * MIB}
     assert account.peak_bytes(Placement.HOST) == 2 * MIB
@@ -50,7 +50,7 @@ def test_what_exceeds_the_limit_is_refused_and_not_counted() -> None:
 
 
 def test_the_first_buffer_beyond_the_limit_says_that_nothing_is_held() -> None:
-    with pytest.raises(HostMemoryError, match=r"\(held: nothing\)"):
+    with pytest.raises(HostMemoryError, match=r"\(in use: nothing\)"):
         TierAccount(host_limit_bytes=0).enter(Placement.HOST, 1, TensorClass.GRAD)
 
 

@@ -34,7 +34,7 @@ def test_a_model_whose_sizes_are_allowed_one_by_one_may_have_too_many_parameters
 def test_a_batch_beyond_all_bounds_is_refused(values: dict[str, int]) -> None:
     micro = {"micro_batch_size" if name == "batch_size" else name: value for name, value in values.items()}
     for cls, given in ((BatchWorkload, values), (Workload, micro)):
-        with pytest.raises(ConfigError, match="must be at most 67108864"):
+        with pytest.raises(ConfigError, match="allowed are at most 67108864"):
             decode(cls, given, source="file")
 
 

@@ -71,18 +71,18 @@ def test_what_the_decoder_does_not_have_is_all_listed() -> None:
     scaling: JsonMapping = {"rope_type": "longrope", "factor": 4.0}
     values = QWEN3_8B | {"attention_bias": True, "hidden_act": "relu", "rope_scaling": scaling, "vocab_size": "many"}
     assert refused(values) == (
-        "attention_bias: true cannot be; the decoder has false alone",
-        'hidden_act: "relu" cannot be; the decoder of Qwen3ForCausalLM has silu or swish alone',
-        'vocab_size: "many" cannot be; a whole number of at least 1 is required',
-        'rope_scaling.rope_type: "longrope" cannot be; default, linear, llama3 and yarn can be run',
+        "attention_bias: true is not supported; only false is supported",
+        'hidden_act: "relu" is not supported; only silu or swish is supported in Qwen3ForCausalLM',
+        'vocab_size: "many" is not supported; an integer of at least 1 is required',
+        'rope_scaling.rope_type: "longrope" is not supported; supported: default, linear, llama3, yarn',
     )
 
 
 def test_blocks_with_and_without_experts_are_refused() -> None:
     values = hf_config_of(PRESETS["qwen3-30b-a3b"]) | {"mlp_only_layers": [0], "num_experts_per_tok": 129}
     assert refused(values) == (
-        "mlp_only_layers: [0] cannot be; the decoder has [] alone",
-        "num_experts_per_tok: 129 cannot be; at most the number of experts, 128, is allowed",
+        "mlp_only_layers: [0] is not supported; only [] is supported",
+        "num_experts_per_tok: 129 is not supported; at most the number of experts (128) is allowed",
     )
 
 
@@ -103,7 +103,7 @@ def test_faults_of_the_shape_itself_are_told() -> None:
 
 
 def test_what_transformers_cannot_be_told_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"logit_softcap: 3\.0 cannot be expressed in a config\.json of Llama"):
+    with pytest.raises(ConfigError, match=r"logit_softcap: 3\.0 is not possible in a config\.json of Llama"):
         hf_config_of(replace(LLAMA_GROUPED, logit_softcap=3.0))
 
 
@@ -168,7 +168,7 @@ def test_without_the_hub_a_name_there_is_one_clear_error_at_once(monkeypatch: py
     assert "the package huggingface_hub is not installed (pip install it)" in fault("a/b")
 
 
-@pytest.mark.parametrize(("text", "fault"), [("[1]", "holds no JSON object"), ("{", "is not JSON")])
+@pytest.mark.parametrize(("text", "fault"), [("[1]", "is not a JSON object"), ("{", "is not JSON")])
 def test_a_file_that_is_none_is_refused(text: str, fault: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=fault):
@@ -189,4 +189,4 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("values", [{"rope_scaling": {"rope_type": ["x"]}}, {"hidden_act": ["silu"]}])
 def test_a_list_where_a_name_belongs_is_a_fault(values: JsonMapping) -> None:
-    assert "cannot be; " in refused({**QWEN3_8B, **values})[0]
+    assert "is not supported; " in refused({**QWEN3_8B, **values})[0]

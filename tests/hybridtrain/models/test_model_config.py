@@ -47,6 +47,9 @@ PUBLISHED = {
     "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320, "gemma-3-1b": 999_885_952,
     "phi-3-mini-4k": 3_821_079_552, "phi-3-medium-4k": 13_960_238_080, "phi-4": 14_659_507_200,
     "olmo-2-1b": 1_484_916_736, "olmo-2-7b": 7_298_617_344, "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936, "smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384, "mistral-nemo-12b": 12_247_782_400, "mistral-small-24b": 23_572_403_200,
+    "falcon3-7b": 7_455_550_464, "falcon3-10b": 10_305_653_760, "gemma-3-270m": 268_098_176,
     "mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_630_071_296,
 }  # fmt: skip
 """Totals that the hub reads out of the safetensors files of these models. Those of qwen3-0.6b and 1.7b hold the tied
@@ -88,7 +91,7 @@ def test_every_family_is_reached_by_a_preset() -> None:
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"model 'llama-7' is unknown; did you mean 'llama-7b'\? Known: gemma"):
+    with pytest.raises(ConfigError, match=r"model 'llama-7' is unknown; did you mean 'llama-7b'\? Known: falcon3"):
         model_preset("llama-7")
     assert model_preset("gpt2-xl") is PRESETS["gpt2-xl"]
 
@@ -119,14 +122,14 @@ def test_llama_refuses_what_it_does_not_have() -> None:
 
 def test_what_a_family_cannot_have_is_all_listed() -> None:
     assert faults(GPT2_UNTIED, rotary_fraction=0.5, window_pattern=(True, False), query_scale=-1.0) == [
-        "rotary_fraction: 0.5 has no meaning in GPT-2; leave it out",
-        "sliding_window: 0 leaves window_pattern and rope_local_theta without meaning; set it, or drop them",
+        "rotary_fraction: 0.5 is not used by GPT-2; remove it",
+        "sliding_window: 0 disables window_pattern and rope_local_theta; set it, or remove them",
         "query_scale: -1.0 must be at least 0",
     ]
     gemma = FAMILY_MODELS["gemma3"]
     assert faults(gemma, head_size=9, experts=Experts(count=4, per_token=2, ffn_width=8)) == [
         "head_size: 9 must be even for rotary positions",
-        "experts: 4 experts are given, but Gemma 3 has none; drop the table",
+        "experts: 4 experts are given, but Gemma 3 is dense; remove the table",
     ]
     assert faults(FAMILY_MODELS["mixtral"], experts=None) == [
         "experts: missing; Mixtral needs a table with count, per_token and ffn_width"

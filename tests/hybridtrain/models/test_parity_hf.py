@@ -193,6 +193,6 @@ def test_missing_and_misshapen_weights_are_all_listed(tmp_path: Path) -> None:
     assert raised.value.faults == (
         "transformer.wpe.weight: (16, 36) must be (17, 36); use the config.json of these weights",
         "transformer.h.0.attn.c_attn.weight: (108, 36) must be (36, 108); use the config.json of these weights",
-        "transformer.h.1.ln_2.bias: missing; it must be there with shape (36,): download the folder again",
+        "transformer.h.1.ln_2.bias: missing; shape (36,) is required: download the folder again",
     )
     assert str(raised.value).startswith(f"{tmp_path}: 3 faults")

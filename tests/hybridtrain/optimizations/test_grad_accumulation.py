@@ -29,7 +29,7 @@ def test_there_is_at_least_one_micro_batch(steps: int) -> None:
 
 
 def test_a_horizontal_schedule_visits_one_by_one() -> None:
-    with pytest.raises(ValueError, match=r"^visit_micro_batches: only with schedule = 'vertical'; "):
+    with pytest.raises(ValueError, match=r"^visit_micro_batches: needs schedule = 'vertical'; "):
         GradAccumulation(grad_accum_steps=4, visit_micro_batches=2)
 
 

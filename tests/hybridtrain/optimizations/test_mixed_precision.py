@@ -57,8 +57,11 @@ def test_overrides_that_say_the_same_are_the_same_plan() -> None:
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({f"{phase}_dtype": "float32" for phase in Phase}, "^compute_dtype: float32 in every phase is plain training"),
-        ({"predict_dtype": "float16", "master": "split16"}, "^master: 'split16' goes with bfloat16 only"),
+        (
+            {f"{phase}_dtype": "float32" for phase in Phase},
+            "^compute_dtype: float32 in every phase needs no mixed_precision",
+        ),
+        ({"predict_dtype": "float16", "master": "split16"}, "^master: 'split16' works with bfloat16 only"),
         ({"active_phases": ()}, "^active_phases: empty"),
     ],
 )

@@ -164,10 +164,9 @@ def test_weights_stream_in_active_phases_only(active: tuple[Phase, ...]) -> None
 
 FAULTS: dict[str, Callable[[], Optimization]] = {
     "restore_lookahead: -1 must be at least 0": lambda: PredictMemory(restore_lookahead=-1),
-    "restore_lookahead: 1 copies in PREDICT, which async_restore = false forbids; "
-    "set it to 0, or async_restore to true": lambda: PredictMemory(restore_lookahead=1, async_restore=False),
-    "async_restore, restore_lookahead: optimizer_state = 'drop' copies nothing back; leave both out, or set "
-    "optimizer_state to 'cpu' or 'pinned'": lambda: PredictMemory(optimizer_state="drop", async_restore=False),
+    "restore_lookahead: 1 needs async_restore = true": lambda: PredictMemory(restore_lookahead=1, async_restore=False),
+    "async_restore, restore_lookahead: optimizer_state = 'drop' has no state to restore; set 'cpu' or 'pinned', or "
+    "remove both": lambda: PredictMemory(optimizer_state="drop", async_restore=False),
     "max_active_layers: 0 must be at least 1": lambda: WeightStreaming(max_active_layers=0),
     "prefetch_distance: -1 must be at least 0": lambda: WeightStreaming(prefetch_distance=-1),
     "resident_layers: -2 must be at least 0": lambda: WeightStreaming(resident_layers=-2),
@@ -184,8 +183,8 @@ FAULTS: dict[str, Callable[[], Optimization]] = {
     "recompute_every: 0 must be at least 1; drop the optimization instead\n"
     "kept_blocks: -1 must be at least 0": lambda: GradientCheckpointing(recompute_every=0, kept_blocks=-1),
     "visit_micro_batches: -3 must be at least 0": lambda: GradAccumulation(schedule="vertical", visit_micro_batches=-3),
-    "visit_micro_batches: only with schedule = 'vertical'; a horizontal one visits one by one": lambda: (
-        GradAccumulation(visit_micro_batches=1)
+    "visit_micro_batches: needs schedule = 'vertical'; remove it, or set the schedule": lambda: GradAccumulation(
+        visit_micro_batches=1
     ),
 }
 
@@ -197,18 +196,18 @@ def test_a_wrong_setting_is_refused_in_these_words(message: str) -> None:
 
 
 FUSED_FAULT = (
-    "grad.placement: fused_update with 4 accumulated micro-batches needs grad_accumulation with schedule = 'vertical' "
-    "and all micro-batches in one visit."
+    "grad.placement: fused_update with 4 micro-batches needs grad_accumulation with schedule = 'vertical' and all "
+    "micro-batches in one visit."
 )
 BOUNDARY_FAULT = (
-    "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it the activations "
-    "inside the blocks stay on the device and nothing would be saved."
+    "boundary.placement: activation_offload needs gradient_checkpointing in the stack; without it activations inside "
+    "the blocks stay on the device."
 )
 PREFETCH_FAULT = (
-    "prefetch_distance: 3 must be below max_active_layers (1), which counts the block at work too; lower it, or set "
+    "prefetch_distance: 3 must be below max_active_layers (1), which includes the current block; lower it, or set "
     "max_active_layers = 4."
 )
-SPLIT_FAULT = "master.codec: split16 completes bfloat16 weights only; with int8_weights use float32 or absent."
+SPLIT_FAULT = "master.codec: split16 works with bfloat16 weights only; with int8_weights use float32 or absent."
 REFUSED: list[tuple[str, list[Optimization]]] = [
     (BOUNDARY_FAULT, [ActivationOffload()]),
     (BOUNDARY_FAULT, [ActivationOffload(tier="disk"), WeightStreaming()]),
@@ -224,11 +223,11 @@ REFUSED: list[tuple[str, list[Optimization]]] = [
         [GradAccumulation(grad_accum_steps=2, schedule="vertical", visit_micro_batches=3)],
     ),
     (
-        "static_scales: lora freezes the matrices, so that their scales never change; leave static_scales out.",
+        "static_scales: lora freezes the matrices, whose scales never change; remove static_scales.",
         [Lora(), Int8Weights(static_scales=True)],
     ),
     (
-        "master.codec: float32 beside adapters that are float32 themselves; leave master out, or add mixed_precision.",
+        "master.codec: float32 is not used, as adapters are float32 themselves; remove master, or add mixed_precision.",
         [Lora(), Int8Weights(master="float32")],
     ),
     (f"{BOUNDARY_FAULT}\n{FUSED_FAULT}", [ActivationOffload(), FusedUpdate(), GradAccumulation()]),
@@ -257,20 +256,22 @@ def test_its_nearest_neighbour_is_not(stack: list[Optimization]) -> None:
 
 
 def test_an_update_on_the_host_refuses_weights_on_disk() -> None:
-    with pytest.raises(PlanConflictError, match=r"^\S+: an update on the host works in host memory; .*tier = 'host'"):
+    with pytest.raises(
+        PlanConflictError, match=r"^\S+: updates on the host need weights in host memory; .*tier = 'host'"
+    ):
         compose([OptimizerOffload(update_on="host"), WeightStreaming(tier="disk")])
 
 
 CONFLICTS: dict[str, list[Optimization]] = {
-    "optim_state.codec: 'bf16_optimizer' asks for bfloat16, 'int8_optimizer' asks for int8_blocks": [
+    "optim_state.codec: 'bf16_optimizer' requires bfloat16, but 'int8_optimizer' requires int8_blocks": [
         Bf16Optimizer(),
         Int8Optimizer(),
     ],
-    "grad.placement: 'fused_update' asks for dropped, 'optimizer_offload' asks for host": [
+    "grad.placement: 'fused_update' requires dropped, but 'optimizer_offload' requires host": [
         FusedUpdate(),
         OptimizerOffload(),
     ],
-    "master.codec: 'int8_weights' asks for absent, 'mixed_precision' asks for float32": [
+    "master.codec: 'int8_weights' requires absent, but 'mixed_precision' requires float32": [
         Int8Weights(master="absent"),
         MixedPrecision(),
     ],
@@ -281,4 +282,4 @@ CONFLICTS: dict[str, list[Optimization]] = {
 def test_two_owners_of_a_cell_are_named(beginning: str) -> None:
     with pytest.raises(PlanConflictError) as raised:
         compose(CONFLICTS[beginning])
-    assert str(raised.value).startswith(f"{beginning}; a cell has one value")
+    assert str(raised.value).startswith(f"{beginning}; drop one of them")

@@ -19,7 +19,7 @@ from hybridtrain.virtual_gpu.account.observer import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.cards.card import Card, find_card
-from hybridtrain.virtual_gpu.cards.roofline import Bound
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 from tiny_models import GPT2_TIED_DROPOUT, GPT2_UNTIED
 
 MIB = 2**20
@@ -138,7 +138,9 @@ def test_accumulation_repeats_the_arithmetic_but_not_the_update() -> None:
     one, four = (run(GPT2_UNTIED, [GradAccumulation(grad_accum_steps=steps)]).time for steps in (1, 4))
     assert four.flops == 4 * one.flops
     # The same ops at other starts: equal but for the rounding of a float64 sum.
-    assert four.seconds_by_bound[Bound.OPTIMIZER] == pytest.approx(one.seconds_by_bound[Bound.OPTIMIZER], rel=1e-12)
+    assert four.seconds_by_bound[Bottleneck.OPTIMIZER] == pytest.approx(
+        one.seconds_by_bound[Bottleneck.OPTIMIZER], rel=1e-12
+    )
     # Ids and targets, int64, in every micro-batch, at 80 % of 31.5 GB/s; float64 rounding again.
     assert four.upload_seconds == pytest.approx(4 * 2 * 8 * 51 / (0.8 * 31.5e9), rel=1e-12)
 

@@ -12,7 +12,7 @@ from hybridtrain.planning.dry_runs import DryRun, DryRunInputs, dry_run
 from hybridtrain.virtual_gpu.account.observer import Lane
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridtrain.virtual_gpu.cards.links import Collective, World
-from hybridtrain.virtual_gpu.cards.roofline import Bound
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 from stacks import LLAMA
 
 CARD = find_card("rtx-4090")
@@ -36,8 +36,8 @@ def test_each_collective_keeps_the_link_as_long_as_its_bytes_and_steps_need() ->
 def test_a_slow_link_binds(tmp_path: Path) -> None:
     slow = tmp_path / "slow.toml"
     slow.write_text("gbps = 0.001\nhop_seconds = 1e-3\n")
-    assert run(World(size=4)).bound is not Bound.LINK
-    assert run(World(size=4, link=str(slow))).bound is Bound.LINK
+    assert run(World(size=4)).bound is not Bottleneck.LINK
+    assert run(World(size=4, link=str(slow))).bound is Bottleneck.LINK
 
 
 def test_one_card_has_no_link() -> None:
@@ -59,9 +59,9 @@ def test_a_stage_waits_for_the_first_micro_batches_and_the_last_ones() -> None:
     plan = compose([Pipeline(stages=2), GradAccumulation(grad_accum_steps=4)])
     workload = Workload(micro_batch_size=1, seq_len=8)
     first = dry_run(MODEL, plan, CARD, workload, world=World(size=2)).time
-    update = first.seconds_by_bound[Bound.OPTIMIZER]
+    update = first.seconds_by_bound[Bottleneck.OPTIMIZER]
     assert first.seconds == pytest.approx(sum(first.seconds_by_bound.values()))
-    assert first.seconds_by_bound[Bound.LINK] >= (first.seconds - update) * (1 / 4) / (1 + 1 / 4) > 0
+    assert first.seconds_by_bound[Bottleneck.LINK] >= (first.seconds - update) * (1 / 4) / (1 + 1 / 4) > 0
 
 
 def test_the_stages_that_differ_are_run_and_the_fullest_comes_first() -> None:

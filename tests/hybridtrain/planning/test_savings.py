@@ -114,7 +114,7 @@ def test_a_training_run_tells_settings_that_it_does_not_use(tmp_path: Path, monk
         "not as asked: recompute_every: 9 asked, 4 used; the model has 4 blocks",
         "not as asked: predict_memory: acts in predict alone, which this run does not have",
         "not as asked: schedule.final_fraction: 0.5 asked, none used; a constant learning rate stays",
-        "not as asked: guard.max_faults: 3 asked, none used; on_nan = 'stop' and on_spike = 'say' leave no batch out",
+        "not as asked: guard.max_faults: 3 asked, none used; on_nan = 'stop' and on_spike = 'say' skip no batch",
     ]
 
 

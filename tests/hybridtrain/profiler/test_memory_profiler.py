@@ -249,7 +249,7 @@ def test_the_report_says_peak_phases_spikes_and_source() -> None:
     assert "peak 20.000 GB of 48.000 GB (41.7 %) at step 2, phase full" in lines
     assert "full 2 15.000 10.000 20.000" in lines
     assert "predict 1 4.000 4.000 4.000" in lines
-    assert "spikes, more than 10 % above the snapshot before: 1" in lines
+    assert "spikes of more than 10 % above the snapshot before: 1" in lines
     assert "step 2, phase full: 10.000 GB to 20.000 GB (+100 %)" in lines
     assert "alerts, above 45.000 GB: none" in lines
     assert any("allocated 4.000 GB, reserved 6.000 GB, free in it 2.000 GB" in line for line in lines)

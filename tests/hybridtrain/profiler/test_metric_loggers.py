@@ -128,7 +128,7 @@ def test_a_logger_that_fails_is_dropped_and_the_others_go_on() -> None:
     assert [step for step, _ in good.lines] == [1, 2, 3]
     assert [step for step, _ in bad.lines] == [1]
     assert (good.closed, bad.closed) == (1, 0)
-    assert said == ["Kept stopped at step 2 (the service is away); training goes on without it"]
+    assert said == ["Kept stopped at step 2 (the service is away); training continues without it"]
 
 
 def test_a_logger_that_does_not_close_is_told_once() -> None:
@@ -138,7 +138,7 @@ def test_a_logger_that_does_not_close_is_told_once() -> None:
     loggers.close()
     loggers.close()
     assert good.closed == 1
-    assert said == ["Kept did not close (disk full); training goes on without it"]
+    assert said == ["Kept did not close (disk full); training continues without it"]
 
 
 def test_real_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_nvml_counts_its_users(driver: FakeNvml, monkeypatch: pytest.MonkeyPatch
 
 def test_a_virtual_card_is_not_taken_for_a_real_one(driver: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: SimpleNamespace(name="virtual"))
-    with pytest.raises(DeviceReadError, match="torch names no card that NVML could know"):
+    with pytest.raises(DeviceReadError, match="torch's device is not a physical card, so NVML cannot"):
         DeviceReader(0)
     assert driver.users == 0
 
@@ -108,7 +108,7 @@ def test_what_is_missing_is_told_with_what_to_install(driver: FakeNvml, monkeypa
     with pytest.raises(DeviceReadError, match=r"Driver Not Loaded.*install the NVIDIA driver"):
         DeviceReader(0)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(DeviceReadError, match=r"NVML needs the package nvidia-ml-py.*pip install 'hybridtrain\[cuda"):
+    with pytest.raises(DeviceReadError, match=r"install the package nvidia-ml-py.*pip install 'hybridtrain\[cuda"):
         DeviceReader(0)
 
 

@@ -1,6 +1,7 @@
 """``hybridtrain fit``: a table, JSON, and files that are read back."""
 
 import json
+import re
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.planning.candidates import ARRANGEMENTS, LEVELS, Candidate
+from hybridtrain.planning.fitting import levels_of
 from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.equivalence import judge_size
+from hybridvalidation.study.equivalence import judge_size, last_analysis
 from hybridvalidation.study.protocol import ladders, read_study
 from hybridvalidation.study.quality_notes import ladder_notes
 
@@ -67,16 +69,53 @@ def test_several_cards_are_asked_for_by_number_and_link(
         assert file.workload.batch_size == 2
         assert compose(file.optimizations).for_phase(Phase.FULL).grad_accum_steps == 2
     assert main([*several, "--method", "lora", "--quick"]) == 0
-    assert "on 2 x NVIDIA GeForce RTX 4090" in capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
+    assert "; 2 x RTX 4090: 23.52 GiB, 5 % free; host: 60.00 GiB of a machine of 2 cards" in told
     assert main([*arguments, "--world", "3"]) == 2
     assert "2 sequences of 128 tokens must be a multiple of 3 cards" in capsys.readouterr().err
 
 
-def test_text_says_what_fits_and_how_it_was_found(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments, "--method", "lora", "--quick"]) == 0
-    text = capsys.readouterr().out
-    assert "fits" in text
-    assert "extrapolated from a dry run of three blocks" in text
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_answer_is_short_and_its_first_lines_decide(
+    arguments: list[str], width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([*arguments, "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("Fits. Fastest: ")
+    assert any(line.startswith("Least card memory: ") for line in lines[:3])
+    head = next(i for i, line in enumerate(lines) if line.startswith("method "))
+    assert len(re.split("  +", lines[head].strip())) == (6 if width == 80 else 7)
+    speeds = [float(re.split("  +", line.strip())[4].replace(",", "")) for line in lines[head + 1 : head + 9]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert main([*arguments, "--quick", "--explain"]) == 0
+    explained = capsys.readouterr()
+    assert explained.out.startswith("\n".join(lines))
+    assert "bf16-int8-state" in explained.out.removeprefix("\n".join(lines))
+    assert "trying exact" in explained.err
+
+
+def test_the_smallest_of_each_method_are_shown_by_memory(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--least", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    sizes = [option["device_used_bytes"] for option in answer["least"]]
+    assert sizes == sorted(sizes)
+    assert len(sizes) == len(answer["ways"])
+    assert answer["least_memory"] == answer["least"][0]["numbers"]
+    assert answer["fastest"] == answer["ways"][0]["numbers"]
+    assert "planned" in [option["evidence"]["memory"] for option in answer["least"]]
+    for option in answer["least"]:
+        assert (option["micro_batch_size"], option["kept_blocks"]) == (1, 0)
+    assert main([*arguments, "--least", "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25
+    head = next(i for i, line in enumerate(lines) if line.startswith("method "))
+    shown = [float(re.split("  +", line.strip())[2].lstrip("~")) for line in lines[head + 1 : head + 9]]
+    assert shown == sorted(shown)
 
 
 def test_a_way_that_only_the_margin_has_no_room_for_fits_barely(
@@ -106,15 +145,16 @@ def test_the_answer_names_the_margin_and_what_of_the_card_has_no_source(
 ) -> None:
     of_one_without = [*arguments, "--method", "lora", "--quick", "--card", "rtx-4080"]
     assert main(of_one_without) == 0
-    told = capsys.readouterr().out
-    assert "15.57 GiB of which 5 % stay free" in told
-    assert find_card("rtx-4080").source_note in told.splitlines()
+    told = " ".join(capsys.readouterr().out.split())
+    assert "RTX 4080: 15.57 GiB (not all published, --explain), 5 % free" in told
+    assert main([*of_one_without, "--explain"]) == 0
+    assert find_card("rtx-4080").note in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("name", ["./nofolder", "some/where/else", "a--b/c"])
 def test_a_folder_that_is_not_there_is_no_fault_of_the_program(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", name, "--card", "rtx-4090"]) == 2
-    assert f"'{name}' is not a folder here, and " in capsys.readouterr().err
+    assert f"'{name}' is n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -143,9 +183,84 @@ def test_quality_is_what_ladders_on_record_say(tmp_path: Path) -> None:
     found = [one for size in sizes for one in judge_size(ladder, made, size) if one.is_finished]
     judged = {one.configuration.name: one for one in found}  # of the largest size
     for level, arm in (("exact", "mixed"), ("bf16-int8-state", "tight")):
-        assert notes[level].startswith(judged[arm].finding)
-        assert f"{judged[arm].interval.mean:+.4f} nats" in notes[level]
-        assert "executed at" in notes[level]
+        note, interval = notes[level], judged[arm].interval
+        assert note.text.startswith(judged[arm].finding)
+        assert f"{interval.mean:+.4f} nats" in note.text
+        assert "executed at" in note.text
+        assert note.params == judged[arm].scale[0]
+        assert note.verdict == f"undecided, {interval.low:+.3f} to {interval.high:+.3f} nats per token"
     assert "int8-factored" not in notes  # no arm stores weights in 8 bits under factored state
     unmade = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), tmp_path)
-    assert all(note.startswith("unfinished") for note in unmade.values())
+    assert all(note.text.startswith("unfinished") for note in unmade.values())
+    assert {note.verdict for note in unmade.values()} == {"no comparison with the baseline"}
+
+
+def test_adapters_are_compared_with_the_baseline_and_not_with_each_other() -> None:
+    candidates = [
+        Candidate(level=level, arrangement=ARRANGEMENTS[0], micro_batch_size=1, num_micro_batches=1, keep_last=0)
+        for method in ("lora", "qlora")
+        for level in levels_of(method)
+    ]
+    notes = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), Path("results"))
+    (ladder,) = ladders(Path("scenarios"))
+    made, full = read_study(Path("results"), ladder), ladder.configuration("fine-tuned")
+    for name in ("lora", "qlora"):
+        size = next(each for each in ladder.rungs if each.model.num_params == notes[name].params)
+        direct = last_analysis(ladder, made, size, ladder.configuration(name), full)
+        assert direct.is_finished
+        assert notes[name].verdict == f"worse by {direct.interval.mean:.3f} nats per token"
+    assert "against lora" in notes["qlora"].text  # as it was registered
+    assert "against fine-tuned" in notes["qlora"].text
+
+
+@pytest.mark.parametrize("quantity", ["batch", "seq", "card", "host"])
+def test_a_solution_names_its_value_and_its_limit(
+    arguments: list[str], quantity: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = [part for part in arguments if quantity != "card" or part not in {"--card", "rtx-4090"}]
+    asked += ["--solve", quantity, "--method", "lora,qlora", "--margin", "97"]  # of 23.52 GiB 0.71 are left
+    if quantity == "card":
+        asked[-1] = "5"
+    assert main([*asked, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["solve"] == quantity
+    assert {each["numbers"] for each in answer["solutions"]} == {"lora", "qlora"}
+    for each in answer["solutions"]:
+        found = each["resident"]
+        assert found["evidence"]["memory"] == "planned"
+        assert found["limit"]
+        if quantity == "seq":
+            assert (found["value"], found["limit"]) == (128, "the model's positions (128)")
+        if quantity == "host":
+            assert (found["value"], found["host_peak_bytes"]) == (0, 0)
+        if quantity == "batch":
+            assert found["value"] == found["micro_batch_size"] > 1
+            assert found["device_used_bytes"] <= 0.03 * answer["card_bytes"]
+    assert main([*asked, "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match("(Largest micro-batch|Longest sequence|Smallest card|Least host memory): ", lines[0])
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 25
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--solve", "bytes"], 'Choose from: "batch", "seq", "card", "host"'),
+        (["--solve", "card"], "--card: --solve card finds it; leave it out"),
+        (["--solve", "seq", "--seq", "64"], "--seq: --solve seq finds it; leave it out"),
+        (["--solve", "batch", "--least"], "--least: --solve batch does without it; leave it out"),
+        (["--solve", "batch", "--method", "lore"], "must be one of full, lora, qlora"),
+    ],
+)
+def test_wrong_options_of_a_solution(
+    arguments: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_card_is_asked_for_where_none_is_sought(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments[:2]) == 2
+    assert "--card: missing; name one (hybridtrain list cards)" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from hybridtrain.models.model_config import PRESETS, ModelConfig
 from hybridtrain.planning import fitting
 from hybridtrain.planning.candidates import ARRANGEMENTS, LEVELS, Candidate, FitRequest
 from hybridtrain.planning.fitting import Recommendation, TrainingOption, confirmed, recommend
-from hybridtrain.reports import fit_report as command
+from hybridtrain.reports import recommend_report as command
 from hybridtrain.sizes import parse_size
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, Card, FitVerdict, Host, find_card
 from hybridvalidation.scenario_files import ScenarioFiles

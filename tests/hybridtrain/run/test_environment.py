@@ -48,6 +48,7 @@ def test_a_commit_is_a_whole_hash_or_nothing() -> None:
 
 def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(environment, "_asked_git", environment._asked_git.__wrapped__)
     found = read_environment()
     assert (found.commit, found.dirty) == ("", False)
 

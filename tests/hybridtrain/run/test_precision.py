@@ -96,11 +96,11 @@ ADVICE: dict[tuple[str, tuple[int, int] | None], str] = {
     ("fp32", (7, 5)): "compute_dtype = 'float16'",
     ("fp32", (6, 1)): "",
     ("fp32", None): "",
-    ("bf16", (7, 5)): "(compute capability 7.5) has no units for bfloat16, which begin at 8.0; set",
+    ("bf16", (7, 5)): "(compute capability 7.5) has no bfloat16 tensor cores, which need 8.0; set",
     ("bf16", (8, 0)): "",
     ("bf16", None): "",
     ("fp16", (7, 5)): "",
-    ("predict", (7, 0)): "has no units for bfloat16",
+    ("predict", (7, 0)): "has no bfloat16 tensor cores,",
 }
 BY_NAME: dict[str, list[Optimization]] = {
     "fp32": [], "bf16": [MIXED], "fp16": [HALVES], "predict": [MixedPrecision(active_phases=(Phase.PREDICT,))],

@@ -41,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.set_num_threads(1)
     with chdir(place), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        Path("text.txt").write_text(inspect.getsource(argparse))
+        Path("text.txt").write_text(inspect.getsource(argparse)[:50_000])
         stacks: dict[str, tuple[Optimization, ...]] = {"plain": (), "bitnet": (Bitnet(),)}
         for name, stack in stacks.items():
             train(
@@ -67,7 +67,7 @@ def rows_of(path: Path | str, **options: object) -> dict[str, QuantizedFigures]:
 
 
 def test_fewer_bits_lose_more_and_bitnet_loses_nothing_in_three_values(runs: Path) -> None:  # noqa: ARG001
-    plain, bitnet = rows_of("plain"), rows_of("bitnet")
+    plain, bitnet = rows_of("plain"), rows_of("bitnet", formats=("ternary",))
     for found in (plain, bitnet):
         assert found["as stored"].loss < 0.5 * math.log(256)  # far from uniform: there is something to lose
     lost = {name: row.loss_difference for name, row in plain.items()}
@@ -124,7 +124,7 @@ def test_a_folder_says_what_the_run_does(runs: Path, capsys: pytest.CaptureFixtu
 def test_text_says_what_was_rounded(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     assert main(["quantize", "bitnet", "--data", "text.txt", "--formats", "ternary"]) == 0
     told = capsys.readouterr()
-    assert "Weights only" in told.out
+    assert "Only matrices" in told.out
     assert "Trained with BitNet" in told.out
     assert "as stored" in told.out
     assert told.err == "as stored ...\nternary ...\n"
@@ -147,8 +147,8 @@ def test_adapters_are_merged(runs: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "words"),
     [
         (["plain", "--formats", "int3"], "format 'int3' is unknown; did you mean 'int8'?"),
-        (["absent"], "is no folder; it must be"),
-        (["plain"], "was trained on text.txt, which its file does not name; give it as --data"),
+        (["absent"], "is not a folder; give"),
+        (["plain"], "was trained on text.txt, which its training file does not state; give --data"),
         (["."], "does not exist"),
     ],
 )

@@ -1,5 +1,6 @@
 """``hybridtrain train``: what a resumed run may not change, how a run is stopped, what damage it survives."""
 
+import io
 import json
 import os
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from faults.runs import command, ended, forked, is_running
 from hybridtrain.cli.main import main
 from hybridtrain.data.token_file import TokenFormat, write_token_file
 from hybridtrain.errors import ConfigError
@@ -26,8 +28,6 @@ from tiny_files import training_file
 
 TRAIN = training_file()
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 40
-ASCII_STREAM = "import io, sys; sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding='ascii')\n"
-COMMAND = "from hybridtrain.cli.main import main; sys.exit(main(sys.argv[1:]))\n"
 TENSORS = Path("run/checkpoints/step-00000004/tensors-00000.safetensors")
 ARGUMENTS = ["train", "train.toml", "--data", "text.txt"]
 
@@ -64,10 +64,10 @@ def half_done(out: str = "run") -> None:
 @pytest.mark.parametrize(
     ("arguments", "old", "new", "words"),
     [
-        (["train", "train.toml"], "", "", ["data.digest: ", 'data.name: "text.txt" in the run that was saved, "emb']),
+        (["train", "train.toml"], "", "", ["data.digest: ", 'data.name: "text.txt" in the checkpoint, "emb']),
         (["train", "train.toml", "--data", "other.txt"], "", "", ["data.digest: ", "data.train_tokens: 1585 in"]),
-        (ARGUMENTS, "batch_size = 2", "batch_size = 4", ["workload.batch_size: 2 in the run that was saved, 4 now"]),
-        (ARGUMENTS, "seq_len = 8", "seq_len = 16", ["workload.seq_len: 8 in the run that was saved, 16 now"]),
+        (ARGUMENTS, "batch_size = 2", "batch_size = 4", ["workload.batch_size: 2 in the checkpoint, 4 in this run"]),
+        (ARGUMENTS, "seq_len = 8", "seq_len = 16", ["workload.seq_len: 8 in the checkpoint, 16 in this run"]),
     ],
     ids=["forgotten", "other", "batch", "sequence"],
 )  # fmt: skip
@@ -113,36 +113,37 @@ def test_a_damaged_state_costs_the_steps_since_the_one_before(capsys: pytest.Cap
     assert losses("run") == losses("whole")
 
 
-@contextmanager
-def started(*more: str) -> "Iterator[subprocess.Popen[str]]":
-    """Have a run that waits at its third step until it gets a signal, and then ends that step; it ends with the test.
+WAITS, OUT, ERR = (Path(name) for name in ("waits", "out.txt", "err.txt"))
 
-    A process left behind would fail whatever test the collector comes to it in.
-    """
-    wait = """
-import signal, time
-from hybridtrain.run import train
-advance, steps = train._advance, iter(range(1, 100))
-def slow(run):
-    if next(steps) == 3:
-        print("waiting", flush=True)
-        while "_Interruption" in repr(signal.getsignal(signal.SIGTERM)):
+
+def until_a_signal() -> None:
+    """Wait for a signal that ends the run after its step."""
+    WAITS.touch()
+    given_up = time.monotonic() + 30
+    while "_Interruption" in repr(signal.getsignal(signal.SIGTERM)) and time.monotonic() < given_up:
+        time.sleep(0.01)
+
+
+@contextmanager
+def started(step: int = 3, wait: Callable[[], None] = until_a_signal) -> Iterator[int]:
+    """Have a run, in a forked process, that waits at a step; yield its id once it waits. It ends with the test."""
+
+    def begin() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+        advance, steps = train._advance, iter(range(1, 100))
+
+        def slow(run: Any) -> Any:
+            if next(steps) == step:
+                wait()
+            return advance(run)
+
+        train._advance = slow  # of this process, which ends with the command
+
+    with forked(lambda: command(ARGUMENTS, begin=begin, out=OUT, said=ERR)) as process:
+        while not WAITS.exists():
+            assert is_running(process), ERR.read_text()
             time.sleep(0.01)
-    return advance(run)
-train._advance = slow
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"import sys\n{wait}{COMMAND}", *ARGUMENTS, *more],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509  no threads here
-    )  # fmt: skip
-    with process:
-        try:
-            assert process.stdout is not None
-            assert "waiting\n" in process.stdout
-            yield process
-        finally:
-            process.kill()
+        yield process
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -150,12 +151,11 @@ def test_a_signal_ends_the_run_after_its_step_and_saves(number: signal.Signals) 
     change("save_every = 2", "save_every = 100")
     assert main([*ARGUMENTS, "--out", "whole"]) == 0
     with started() as process:
-        process.send_signal(number)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 75  # documented in the help: it may go on
-    assert "stopping after this step, which is then saved" in err
-    assert "Traceback" not in err
-    assert out.splitlines()[-1].startswith(f"stopped by {number.name}: 3 steps, loss ")
+        os.kill(process, number)
+        assert ended(process) == 75  # documented in the help: it may go on
+    assert "stopping after this step, which is then saved" in ERR.read_text()
+    assert "Traceback" not in ERR.read_text()
+    assert OUT.read_text().splitlines()[-1].startswith(f"stopped by {number.name}: 3 steps, loss ")
     assert losses("run") == losses("whole")[:3]
     assert main([*ARGUMENTS, "--resume"]) == 0
     assert losses("run") == losses("whole")
@@ -170,7 +170,7 @@ def test_where_a_run_is_at_work_that_is_what_is_told(
     with train._held(Path("run")):
         assert main([*ARGUMENTS, *arguments]) == 2
     assert capsys.readouterr().err == (
-        "hybridtrain: run: 1 fault\n  another run is at work here; wait for its end, or choose another --out\n"
+        "hybridtrain: run: 1 fault\n  another run is using this folder; wait for its end, or choose another --out\n"
     )
 
 
@@ -181,7 +181,7 @@ def test_a_lock_that_a_killed_run_left_to_its_child_is_waited_for(monkeypatch: p
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.read(1) == b"\n"
-        with pytest.raises(ConfigError, match="another run is at work here"), train._held(Path("run")):
+        with pytest.raises(ConfigError, match="another run is using this folder;"), train._held(Path("run")):
             pass
         monkeypatch.setattr(train, "_GRACE_S", 60.0)
         threading.Timer(0.1, other.stdin.close).start()
@@ -195,10 +195,10 @@ def test_a_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixtur
         partial.mkdir(parents=True)
         for arguments in (["--resume"], []):
             assert main([*ARGUMENTS, *arguments]) == 2
-        assert capsys.readouterr().err.count("another run is at work here") == 2
+        assert capsys.readouterr().err.count("another run is using this folder;") == 2
         assert partial.exists()
         while not Path("run/checkpoints/step-00000002").exists():  # written beside the training
-            assert process.poll() is None
+            assert is_running(process)
             time.sleep(0.01)
     assert main([*ARGUMENTS, "--resume"]) == 0  # the system dropped the lock
     assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
@@ -222,14 +222,12 @@ def test_a_damaged_log_line_is_dropped_with_a_word(capsys: pytest.CaptureFixture
     assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
 
 
-def test_a_stream_that_cannot_show_the_sample_does_not_end_the_run() -> None:
+def test_a_stream_that_cannot_show_the_sample_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     change("sample_tokens = 0", 'sample_tokens = 3\nsample_prompt = "\u00e9"')
-    done = subprocess.run(
-        [sys.executable, "-c", f"{ASCII_STREAM}{COMMAND}", *ARGUMENTS],
-        capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "\\xe9" in done.stdout
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    assert main(ARGUMENTS) == 0
+    assert b"\\xe9" in written.getvalue()
 
 
 def test_weights_that_are_no_number_are_not_saved(
@@ -248,7 +246,7 @@ def test_weights_that_are_no_number_are_not_saved(
     assert main([*ARGUMENTS, "--resume"]) == 1
     told = capsys.readouterr().err
     assert "step 3: " in told
-    assert "holds a value that is no finite number" in told
+    assert "holds NaN or infinity; all saved values" in told
     assert json.loads(Path("run/faults.jsonl").read_text())["layers"] == ["embedding.token"]
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
 
@@ -285,7 +283,7 @@ def test_a_batch_that_is_no_number_is_left_out(
     Path("train.toml").write_text(Path("train.toml").read_text() + f'[guard]\non_nan = "{action}"\n')
     poisoned(monkeypatch, {3, 4})
     assert main([*ARGUMENTS, "--out", "whole"]) == 0
-    assert "Batch 3 is left out" in capsys.readouterr().out
+    assert "Batch 3 is skipped" in capsys.readouterr().out
     faults = [json.loads(line) for line in Path("whole/faults.jsonl").read_text().splitlines()]
     assert [(fault["step"], fault["batch"], fault["action"]) for fault in faults] == [(4, 3, action), (4, 4, action)]
     assert all("head.norm.weight" in fault["layers"] for fault in faults)
@@ -304,7 +302,7 @@ def test_as_many_faults_as_are_allowed_end_the_run(
     poisoned(monkeypatch, set(range(2, 100)))
     assert main(ARGUMENTS) == 1
     told = capsys.readouterr()
-    assert "2 batches were left out, which guard.max_faults allows; this one ends the run" in told.out
+    assert "2 batches were skipped already, the limit of guard.max_faults; fix the data, or raise it" in told.out
     assert "step 3: loss is nan" in told.err
     assert [json.loads(line)["action"] for line in Path("run/faults.jsonl").read_text().splitlines()] == [
         "skip", "skip", "stop",
@@ -323,11 +321,11 @@ def test_a_spike_is_told_and_not_applied_where_that_is_wanted(
     found = max(loss for _, loss in losses("run"))
     if action == "say":
         assert "step 10: loss 1" in told.out
-        assert "is a spike, the median of the steps before is 5." in told.out
+        assert "is a spike; the median of earlier steps is 5." in told.out
         assert found > 100
     else:
         assert found < 10
-        assert ("Batch 9 is left out (skip)" in told.out) is (action == "skip")
+        assert ("Batch 9 is skipped (skip)" in told.out) is (action == "skip")
 
 
 def test_other_data_a_new_rate_and_a_longer_schedule_are_taken_when_asked_for(
@@ -341,14 +339,14 @@ def test_other_data_a_new_rate_and_a_longer_schedule_are_taken_when_asked_for(
     other = ["train", "train.toml", "--data", "other.txt", "--resume"]
     assert main(other) == 2
     told = capsys.readouterr().err
-    assert "optimizer.lr: 0.0003 in the run that was saved, 0.0001 now" in told
+    assert "optimizer.lr: 0.0003 in the checkpoint, 0.0001 in this run" in told
     assert "allow the change with --change optimizer.lr" in told
     assert "allow the change with --allow-data-change" in told
     assert main([*other, "--change", "optimizer.lr,shedule", "--allow-data-change"]) == 2
     assert "'shedule' is unknown; did you mean 'schedule'?" in capsys.readouterr().err
     assert main([*other, "--change", "optimizer.lr,schedule", "--allow-data-change"]) == 0
     told = capsys.readouterr().out
-    assert "changed: schedule.total_steps: 4 in the run that was saved, 8 now" in told
+    assert "changed: schedule.total_steps: 4 in the checkpoint, 8 in this run" in told
     assert "changed: data.digest: " in told
     assert main([*other, "--change", "model"]) == 0  # nothing left to change
 
@@ -359,8 +357,10 @@ def test_a_run_goes_on_under_another_stack(capsys: pytest.CaptureFixture[str]) -
     Path("train.toml").write_text(Path("train.toml").read_text() + stack)
     assert main([*ARGUMENTS, "--resume"]) == 0
     told = capsys.readouterr().out
-    assert 'changed: plan.weight.placement: "device" in the run that was saved, "host" now' in told
-    assert "converted: optimizer state of 1 tensors from float32 to int8_signed, rounded, by at most 0." in told
+    assert 'changed: plan.weight.placement: "device" in the checkpoint, "host" in this run' in told
+    assert (
+        "converted: optimizer state of 1 tensors from float32 to int8_signed, rounded; the largest error is 0." in told
+    )
     assert [step for step, _ in losses("run")] == [1, 2, 3, 4]
 
 
@@ -384,37 +384,21 @@ def test_the_folder_says_where_and_by_what_it_was_made() -> None:
 
 
 def test_a_second_signal_ends_the_run_at_once() -> None:
-    wait = """
-import time
-from pathlib import Path
-from hybridtrain.run import train
-advance, steps, saved = train._advance, iter(range(1, 100)), Path("run/checkpoints/step-00000002")
-def slow(run):
-    if next(steps) == 4:
+    def without_end() -> None:
         given_up = time.monotonic() + 120
-        while not saved.exists() and time.monotonic() < given_up:  # a state is written beside the steps after it
+        while not Path("run/checkpoints/step-00000002").exists() and time.monotonic() < given_up:
+            time.sleep(0.01)  # a state is written beside the steps after it
+        WAITS.touch()
+        time.sleep(30)
+
+    with started(4, without_end) as process:
+        os.kill(process, signal.SIGTERM)
+        while "once more stops at once" not in ERR.read_text():
+            assert is_running(process)
             time.sleep(0.01)
-        print("waiting", flush=True)
-        time.sleep(600)
-    return advance(run)
-train._advance = slow
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", f"import sys\n{wait}{COMMAND}", *ARGUMENTS],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            assert "waiting\n" in process.stdout
-            process.terminate()
-            assert process.stderr.readline() == "\n"
-            assert "once more stops at once" in process.stderr.readline()
-            process.terminate()
-            assert "Traceback" not in process.communicate(timeout=120)[1]
-        finally:
-            process.kill()
-    assert process.returncode == 143
+        os.kill(process, signal.SIGTERM)
+        assert ended(process) == 143
+    assert "Traceback" not in ERR.read_text()
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
     assert main([*ARGUMENTS, "--resume"]) == 0
 
@@ -436,7 +420,7 @@ def test_the_disk_has_the_log_of_a_step_before_its_state(monkeypatch: pytest.Mon
 
 def test_a_warm_up_longer_than_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(ARGUMENTS) == 0
-    told = "schedule.warmup_steps is 100, num_steps 4: the learning rate ends at 0.039604 of its peak"
+    told = "schedule.warmup_steps is 100, num_steps 4: the final learning rate is 0.039604 of its peak"
     assert told in "".join(capsys.readouterr())
 
 
@@ -444,7 +428,7 @@ PLACES = ("log.jsonl", "faults.jsonl", "environment.jsonl", "training.toml", "da
 
 
 @pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("kind", ["a pipe or a device", "a link to nowhere, which is not there", "other"])
+@pytest.mark.parametrize("kind", ["a pipe or a device", "a link to nowhere, which does not exist", "other"])
 @pytest.mark.parametrize("name", PLACES)
 def test_what_stands_where_a_run_writes_is_told_before_it_trains(
     capsys: pytest.CaptureFixture[str], name: str, kind: str, *, resume: bool
@@ -463,7 +447,7 @@ def test_what_stands_where_a_run_writes_is_told_before_it_trains(
     assert main([*ARGUMENTS, *(["--resume"] if resume else [])]) == 2
     told = kind if kind != "other" else "a folder" if "." in name else "a file"
     assert f"run: 1 fault\n  {name}: must be a " in (said := capsys.readouterr().err)
-    assert f"or absent, and is {told}; " in said
+    assert f"or absent, but is {told}; " in said
     assert sorted(Path().rglob("*")) == before
 
 

@@ -74,7 +74,7 @@ def test_a_run_starts_from_the_folder_and_ends_as_one(capsys: pytest.CaptureFixt
 
 def test_bytes_for_a_model_with_a_tokenizer_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert train() == 0
-    assert "warning: text.txt is read as bytes, and not in the tokens of source" in capsys.readouterr().out
+    assert "warning: text.txt is read as bytes, not as tokens of" in capsys.readouterr().out
     Path("source/tokenizer.json").unlink()
     assert train("--out", "bare") == 0
     assert "is read as bytes" not in capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_a_run_can_be_exported_without_its_first_folder(capsys: pytest.CaptureFi
     assert train() == 0
     Path("source").rename("elsewhere")
     assert main(["export", "run", "out"]) == 0
-    assert "source is gone: config.json is made of the model's shape" in capsys.readouterr().out
+    assert "source is missing, so config.json is written from the model's shape" in capsys.readouterr().out
     theirs = AutoModelForCausalLM.from_pretrained("out")
     assert theirs.config.num_key_value_heads == SHAPE.num_kv_heads
 
@@ -144,9 +144,7 @@ def test_the_ends_that_a_model_came_with_stay_unless_another_one_was_trained(
         assert json.loads(Path("out", name).read_bytes())["eos_token_id"] == expected
 
 
-@pytest.mark.parametrize(
-    ("run", "words"), [("absent", "holds no training.toml"), ("text.txt", "holds no training.toml")]
-)
+@pytest.mark.parametrize(("run", "words"), [("absent", "has no training.toml"), ("text.txt", "has no training.toml")])
 def test_a_folder_that_is_no_run_is_told(run: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", run, "out"]) == 2
     assert words in capsys.readouterr().err
@@ -157,7 +155,7 @@ def test_an_export_never_replaces_and_leaves_nothing_half_done(capsys: pytest.Ca
     Path("full").mkdir()
     Path("full", "file").write_text("mine")
     assert main(["export", "run", "full"]) == 2
-    assert "full: 1 fault\n  is there already" in capsys.readouterr().err
+    assert "full: 1 fault\n  exists already" in capsys.readouterr().err
     for path in Path("run", "checkpoints").rglob("*.json"):
         path.write_bytes(b"no state")
     assert main(["export", "run", "out"]) == 2
@@ -218,10 +216,14 @@ def test_what_has_adapters_is_told_at_the_start(name: str, capsys: pytest.Captur
     told = capsys.readouterr().out
     if name == "llama":
         assert (
-            "adapters on query, value of every block; none on key, attention_out, ffn_gate, ffn_up, ffn_out\n" in told
+            "adapters on query, value of every block; without adapters: key, attention_out, ffn_gate, ffn_up, ffn_out\n"
+            in told
         )
     else:
-        assert "adapters on query, key, value, attention_out of every block; none on router, experts_gate" in told
+        assert (
+            "adapters on query, key, value, attention_out of every block; without adapters: router, experts_gate"
+            in told
+        )
     assert ("warning: experts and their router have no adapters" in told) == (name == "mixtral")
 
 
@@ -276,10 +278,10 @@ def test_adapters_beside_the_text_part_of_a_multimodal_model_leave_merged_alone(
     )
     Path("train.toml").write_text(content)
     assert train() == 0
-    said = "gemma: the text part alone is read; left out: 1 tensors of 1.00 KiB (vision_tower)"
+    said = "gemma: only the text model is read; ignored: 1 tensors of 1.00 KiB (vision_tower)"
     assert capsys.readouterr().out.count(said) == 1
     assert main(["export", "run", "adapter"]) == 2
-    assert "adapters of a text model alone do not fit it; add --merge" in capsys.readouterr().err
+    assert "adapters of its text model alone do not fit; add --merge" in capsys.readouterr().err
     assert main(["export", "run", "merged", "--merge"]) == 0
     merged = AutoModelForCausalLM.from_pretrained("merged")
     assert type(merged).__name__ == "Gemma3ForCausalLM"

@@ -77,7 +77,7 @@ def test_the_profile_is_written_and_the_report_is_said(
     assert steps() == taken
     out = capsys.readouterr().out
     assert f"memory profile: {len(taken)} snapshots of 4 steps" in out
-    assert "memory profile written: memory.csv" in out
+    assert "memory profile written to memory.csv" in out
 
 
 def test_without_the_options_nothing_is_profiled(
@@ -101,7 +101,7 @@ def test_what_a_spike_is_can_be_said(
     options: tuple[str, ...], percent: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("--profile-memory", "memory.csv", *options) == 0
-    assert f"spikes, more than {percent} % above the snapshot before" in capsys.readouterr().out
+    assert f"spikes of more than {percent} % above the snapshot before" in capsys.readouterr().out
 
 
 def test_a_spike_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,4 +181,4 @@ def test_ranks_that_do_not_meet_end_within_their_time(is_first: bool) -> None:
         process.kill()
         process.join()
     assert is_told
-    assert "the ranks did not meet within 0.5 s" in reader.recv()
+    assert "not all ranks joined within 0.5 s" in reader.recv()

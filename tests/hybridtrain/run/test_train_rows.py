@@ -129,7 +129,7 @@ def test_rows_that_are_packed_anew_begin_an_epoch(
         4, 8, "--resume", "--change", change, seq_len=12 if "seq" in change else 8, top="seed = 3" * (change == "seed")
     )
     assert changed == 0
-    assert f"rows are packed anew: an epoch of all {NUM_ROWS} begins" in capsys.readouterr().out
+    assert f"rows were packed anew: a new epoch of {NUM_ROWS} begins" in capsys.readouterr().out
     assert train(8, 8, "--resume", seq_len=12 if "seq" in change else 8, top="seed = 3" * (change == "seed")) == 0
     assert Counter(rows) == Counter(range(NUM_ROWS))
 

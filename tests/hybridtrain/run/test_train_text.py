@@ -137,7 +137,7 @@ def test_other_text_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     change('tokenizer = "tok"', 'tokenizer = "tok"\npacking = "none"\nloss_on = "all"')
     assert main(["train", "train.toml", "--resume"]) == 2
     told = capsys.readouterr().err
-    assert 'data.packing: "documents" in the run that was saved, "none" now' in told
+    assert 'data.packing: "documents" in the checkpoint, "none" in this run' in told
     assert "data.digest: " in told
 
 
@@ -160,7 +160,7 @@ def test_hybrid_training_keeps_rows_apart_as_a_probe(capsys: pytest.CaptureFixtu
     )
     Path("train.toml").write_text(TRAIN + hybrid + 'predictor = "slow_gradient"\n')
     assert main(["train", "train.toml"]) == 0
-    assert "rows are the probe split" in capsys.readouterr().out
+    assert "rows are reserved as probe split" in capsys.readouterr().out
     assert "validation_loss" in lines("run")[-1]
 
 
@@ -169,10 +169,10 @@ def test_hybrid_training_keeps_rows_apart_as_a_probe(capsys: pytest.CaptureFixtu
     [
         ("", "", ["--data", "text.txt"], "[data] names chats.jsonl and --data text.txt; give one of them"),
         ("eval_every = 2", "eval_every = -1", [], "eval_every: -1 must be at least 0"),
-        ('"tok"', '"tok"\nvalidation_percent = 0', [], "eval_every: 2 needs something to validate on"),
+        ('"tok"', '"tok"\nvalidation_percent = 0', [], "eval_every: 2 needs held-out text;"),
         ('"tok"', '"tok"\nvalidation_percent = 95', [], "validation_percent: 95 must be in 0 to 90"),
         ('"tok"', '"tok"\npackign = "none"', [], "did you mean 'packing'?"),
-        ("vocab_size = 300", "vocab_size = 200", [], "the model's vocabulary has 200"),
+        ("vocab_size = 300", "vocab_size = 200", [], "the model's vocab_size is 200"),
     ],
 )
 def test_faults_of_the_file(
@@ -193,7 +193,7 @@ def test_answers_that_are_cut_off_their_question_are_told(
     change("eval_every = 2\n", "")
     change("seq_len = 64\n", f"seq_len = {seq_len}\n")
     assert main(["train", "train.toml"]) == 0
-    told = f"{count} documents are longer than workload.seq_len and have answers behind the cut"
+    told = f"{count} documents exceed workload.seq_len, so some answers"
     assert (told in capsys.readouterr().out) == (count > 0)
     assert lines("run")[0]["documents_cut"] == count
 
@@ -214,9 +214,9 @@ def test_a_message_of_weight_0_is_not_trained() -> None:
 @pytest.mark.parametrize(
     ("message", "loss_on", "words"),
     [
-        ({"weight": 0.5}, "answers", "messages[1].weight: found 0.5; 0, which is not learned, or 1 is allowed"),
-        ({"weight": "0"}, "answers", 'messages[1].weight: found "0"; 0, which is not learned, or 1 is allowed'),
-        ({"weight": 0}, "all", "messages[1].weight: 0 beside loss_on = 'all', which learns all"),
+        ({"weight": 0.5}, "answers", "messages[1].weight: found 0.5; allowed: 1, or 0 to exclude it from the loss"),
+        ({"weight": "0"}, "answers", 'messages[1].weight: found "0"; allowed: 1, or 0 to exclude it from the loss'),
+        ({"weight": 0}, "all", "messages[1].weight: 0 contradicts loss_on = 'all', which trains on"),
     ],
 )
 def test_weights_that_cannot_be_heeded_are_refused(

@@ -79,7 +79,7 @@ def test_a_world_of_another_size_than_the_launchers_is_refused(
 ) -> None:
     code = main(["virtual", "--card", "rtx-4090", "--world", "4", "--", "torchrun", "--nproc_per_node=2", str(script)])
     assert code == 2
-    assert "the launcher starts 2 processes and the world has 4" in capsys.readouterr().err
+    assert "the launcher starts 2 processes, but --world is 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch", "python -u"])
@@ -225,7 +225,7 @@ def test_data_parallel_of_one_card_is_its_module_and_of_several_is_refused() -> 
         model = torch.nn.DataParallel(torch.nn.Linear(8, 8)).cuda()
         assert model(torch.ones(4, 8)).is_cuda
         model.device_ids = [0, 1]
-        with pytest.raises(NotImplementedError, match="DataParallel over 2 cards is not planned"):
+        with pytest.raises(NotImplementedError, match="DataParallel over 2 cards is not supported;"):
             model(torch.ones(4, 8))
 
 

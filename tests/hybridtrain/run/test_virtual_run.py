@@ -85,12 +85,13 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_script_runs_as_it_stands(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["virtual", "--card", "rtx-3090", "--", str(script), "--batch", "3"]) == 0
+    assert main(["virtual", "--card", "rtx-3090", "--explain", "--", str(script), "--batch", "3"]) == 0
     out = capsys.readouterr().out
     assert "step 2 of" in out
     assert "by module" in out
     assert "train.py:" in out  # where a number was read that nobody computed
-    assert out.splitlines()[-1].startswith("fits; UPPER BOUND: torch.compile at ")
+    assert f"\nFITS: {script} takes " in out
+    assert "\n  UPPER BOUND: torch.compile at " in out
     assert "compiled code planned as eager; seen: 3 whole steps, no evaluation, no saving" in out
 
 
@@ -131,8 +132,8 @@ def test_a_full_card_ends_the_script_and_says_where(
     command = ["--card", str(card), "--", str(script), "--batch", "512"]
     assert main(["virtual", *command]) == 1
     told = capsys.readouterr().out
-    assert "DOES NOT FIT: out of memory at step 1, forward" in told
-    assert "-bound" not in told  # a step that did not end has no time
+    assert f"DOES NOT FIT: {script} runs out of memory on small, at step 1, forward" in told
+    assert "speed" not in told  # a step that did not end has no time
     assert main(["virtual", "--json", *command]) == 1
     assert json.loads(capsys.readouterr().out)["step_time_s"] is None
 
@@ -151,18 +152,19 @@ def test_a_script_within_the_margin_fits_barely(
         return capsys.readouterr().out
 
     used_mib = json.loads(run(8192, "--json"))["device_used_bytes"] // 2**20  # segments and context are whole MiB
-    told = run(used_mib)
-    assert told.splitlines()[-1].startswith("fits barely, within the margin of 5 % ")
+    told = run(used_mib, "--explain")
+    assert f"FITS BARELY: {script} takes " in told
+    assert "fits barely, within the margin of 5 % " in told
     assert "small: its file states no source for capacity" in told
     answer = json.loads(run(used_mib, "--json"))
     assert (answer["fits"], answer["verdict"]) == (True, "fits barely")
-    assert run(used_mib * 2).splitlines()[-1].startswith("fits; UPPER BOUND")
+    assert "FITS: " in run(used_mib * 2)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("raise SystemExit(7)", "ended by itself with code 7"),
+        ("raise SystemExit(7)", "exited with code 7"),
         ("print(1)", "nothing was put on the card"),
     ],
 )
@@ -186,7 +188,7 @@ def test_a_missing_script_is_told_and_an_error_is_the_scripts_own(
     path.write_text("import torch\ntorch.ones(3, device='cuda') + torch.ones(4)\n")
     assert main(["virtual", "--card", "rtx-3090", "--", str(path)]) == 1
     told = capsys.readouterr().err
-    assert f"{path} ended in an error of its own" in told
+    assert f"{path} raised an error of its own" in told
     assert f'File "{path}", line 2' in told
     assert "cuda:0 and cpu!" in told
     assert "virtual_run.py" not in told

@@ -25,7 +25,7 @@ def test_classes_and_modules_are_those_of_the_model() -> None:
     assert modules["0"] == modules["2"] == 2 * PARAMS  # weights, gradients, two moments
     assert found.fits_card
     assert found.peak_bytes >= 4 * PARAMS
-    assert found.stand_ins() == ()
+    assert found.placeholders() == ()
 
 
 def test_a_module_that_exists_is_not_changed_and_counts_the_same() -> None:
@@ -73,7 +73,7 @@ def test_settings_reach_the_step() -> None:
 def test_what_is_wrong_is_said() -> None:
     with pytest.raises(ConfigError, match="optimizer 'AdamWW' is unknown; did you mean 'AdamW'"):
         estimate_memory(build, torch.empty(8, WIDTH), card="rtx-4090", optimizer="AdamWW")
-    with pytest.raises(ConfigError, match="batch: holds no tensor"):
+    with pytest.raises(ConfigError, match="batch: contains no tensor"):
         estimate_memory(build, {"size": 3}, card="rtx-4090")
     with pytest.raises(ConfigError, match="rtx-4090"):
         estimate_memory(build, torch.empty(8, WIDTH), card="rtx-4091")

@@ -352,7 +352,7 @@ def test_an_ops_scratch_has_one_rule() -> None:
     register_scratch(op, double_operand)
     try:
         register_scratch(op, double_operand)  # the same again: a module imported twice
-        with pytest.raises(ValueError, match=r"aten\.frac\.default: its scratch has a rule already"):
+        with pytest.raises(ValueError, match=r"aten\.frac\.default: the op has a scratch rule already"):
             register_scratch(op, lambda _args: 1)
         with StorageLedger() as after:
             torch.ones(5, device="meta").frac()

@@ -319,4 +319,4 @@ def test_what_a_script_prepares_keeps_its_values() -> None:
         assert gpu.host_peak_bytes == 2 * 2**23
         del halves
         assert gpu.ledger.host_bytes == 0
-    assert not gpu.stand_ins()
+    assert not gpu.placeholders()

@@ -16,7 +16,7 @@ from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.recorded_snapshot import RecordedDevice, read_snapshot, state_before
 from hybridtrain.virtual_gpu.allocator.segments import falling, rising
 from hybridtrain.virtual_gpu.allocator.snapshot import build_snapshot, write_snapshot
-from hybridtrain.virtual_gpu.allocator.snapshot_replay import lawful_blocks, replay_device
+from hybridtrain.virtual_gpu.allocator.snapshot_replay import matching_blocks, replay_device
 
 RECORDED = Path(__file__).parent / "recorded_snapshot.json"
 """Numbers of a training step on a CUDA card, from its first allocation on."""
@@ -46,13 +46,13 @@ def test_card_s_history_is_repeated(recorded: RecordedDevice) -> None:
     assert found.num_segments == 9
     assert found.same_end
     assert found.rising == found.falling == found.at_their_addresses == found.recorded
-    assert lawful_blocks(recorded) == (10, 10)
+    assert matching_blocks(recorded) == (10, 10)
 
 
 def test_other_rules_are_told_from_the_card_s(recorded: RecordedDevice) -> None:
     other = replace(recorded, config=AllocatorConfig(roundup_power2_divisions=4))
     assert not replay_device(other).same_end
-    lawful, total = lawful_blocks(other)
+    lawful, total = matching_blocks(other)
     assert lawful < total
 
 
@@ -103,7 +103,7 @@ def test_events_of_another_allocator_are_refused(recorded: RecordedDevice) -> No
 def test_nothing_is_run_by_reading(tmp_path: Path) -> None:
     path = tmp_path / "evil.pickle"
     path.write_bytes(b"cos\nsystem\n(S'touch evil'\ntR.")
-    with pytest.raises(DataError, match=r"it names os\.system"):
+    with pytest.raises(DataError, match=r"it references os\.system"):
         read_snapshot(path)
 
 

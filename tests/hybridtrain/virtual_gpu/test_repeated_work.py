@@ -31,7 +31,7 @@ from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
-from hybridtrain.virtual_gpu.account.repeated_work import Held, Work
+from hybridtrain.virtual_gpu.account.repeated_work import PendingBackward, Work
 from tiny_models import FAMILIES, GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
 
 MODELS = {
@@ -184,7 +184,7 @@ def test_a_pass_that_its_key_does_not_decide_is_done_from_then_on() -> None:
     with StorageLedger() as ledger:
         gate, hidden, grad = Gate(), torch.ones(4, 8, device="meta"), torch.ones(4, 8, device="meta")
 
-        def begin(times: int) -> tuple[tuple[Tensor, ...], Held | None]:
+        def begin(times: int) -> tuple[tuple[Tensor, ...], PendingBackward | None]:
             def run() -> tuple[Tensor, ...]:
                 numbers.append(times)
                 return (gate(hidden) * times if times > 1 else gate(hidden),)

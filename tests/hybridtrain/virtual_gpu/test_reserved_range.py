@@ -64,5 +64,5 @@ def test_lengths_that_would_reserve_much_more_are_tried_under_the_card() -> None
     for capacity, fits in ((wide.by_change[LENGTHS], True), (run.peak.allocated_bytes, False)):
         found = reserved_range(run.trace, workspace_bytes=WORKSPACE, capacity_bytes=capacity)
         assert (found.by_change, found.lengths_fit) == (wide.by_change, fits)
-        assert f"steps of mixed lengths {'fit this card' if fits else 'may be refused'}" in found.as_text()
+        assert f"steps of mixed lengths {'fit this card' if fits else 'may not fit'}" in found.as_text()
         assert "lengths +" not in found.as_text()

@@ -12,7 +12,7 @@ from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.cards.roofline import (
     DEFAULT_EFFICIENCY,
-    Bound,
+    Bottleneck,
     Efficiency,
     StepTime,
     efficiency_of,
@@ -52,7 +52,7 @@ def estimate(*ops: OpRecord, upload_bytes: int = 0, efficiency: Efficiency | Non
     return estimate_step(ops, CARD, upload_bytes=upload_bytes, efficiency=efficiency)
 
 
-def assert_one(time: StepTime, seconds: float, bound: Bound) -> None:
+def assert_one(time: StepTime, seconds: float, bound: Bottleneck) -> None:
     assert [timed.bound for timed in time.ops] == [bound]
     assert time.seconds == pytest.approx(seconds, rel=ROUNDING)
     assert time.seconds_by_bound[bound] == pytest.approx(seconds, rel=ROUNDING)
@@ -64,7 +64,7 @@ def test_operands_within_a_quarter_of_the_cache_are_faster(mib: float, faster: f
     num_bytes = round(mib * 2**20)
     seconds = num_bytes / BYTES_PER_MS / 1000 / faster
     time = estimate_step([op(bytes_moved=num_bytes)], replace(CARD, l2_mib=32), upload_bytes=0)
-    assert_one(time, seconds, Bound.MEMORY)
+    assert_one(time, seconds, Bottleneck.MEMORY)
 
 
 @pytest.mark.parametrize(("shape", "waves"), [((16, 4096, 4096), 0.0064), ((4096, 15, 4096), None)])
@@ -75,7 +75,7 @@ def test_a_product_narrower_than_a_tensor_cores_rows_is_not_cut_into_tiles(
     efficiency = replace(DEFAULT_EFFICIENCY, waves_half=0.3)
     time = estimate_step([product], replace(CARD, sms=625), upload_bytes=0, efficiency=efficiency)
     share = 0.75 if waves is None else 0.75 * waves / (waves + 0.3)
-    assert_one(time, 0.01 / share, Bound.COMPUTE)
+    assert_one(time, 0.01 / share, Bottleneck.COMPUTE)
 
 
 @pytest.mark.parametrize(
@@ -89,26 +89,29 @@ def test_a_product_narrower_than_a_tensor_cores_rows_is_not_cut_into_tiles(
     ],
 )
 def test_a_large_matmul_takes_as_long_as_its_arithmetic(dtype: str, flops: int) -> None:
-    assert_one(estimate(op(flops, BYTES_PER_MS, dtype=dtype)), 2e-3, Bound.COMPUTE)
+    assert_one(estimate(op(flops, BYTES_PER_MS, dtype=dtype)), 2e-3, Bottleneck.COMPUTE)
 
 
 def test_a_thin_matmul_takes_as_long_as_its_traffic() -> None:
-    assert_one(estimate(op(BF16_FLOPS_PER_MS, 2 * BYTES_PER_MS)), 2e-3, Bound.MEMORY)
+    assert_one(estimate(op(BF16_FLOPS_PER_MS, 2 * BYTES_PER_MS)), 2e-3, Bottleneck.MEMORY)
 
 
 def test_an_elementwise_op_takes_as_long_as_its_traffic() -> None:
-    assert_one(estimate(op(0, 3 * BYTES_PER_MS)), 3e-3, Bound.MEMORY)
+    assert_one(estimate(op(0, 3 * BYTES_PER_MS)), 3e-3, Bottleneck.MEMORY)
 
 
 def test_a_tiny_op_takes_as_long_as_a_kernel() -> None:
-    assert_one(estimate(op(10, 64)), KERNEL_S, Bound.MEMORY)
+    assert_one(estimate(op(10, 64)), KERNEL_S, Bottleneck.MEMORY)
 
 
 def test_tiny_ops_wait_until_they_are_issued() -> None:
     time = estimate(*[op(10, 64)] * 5)
     assert [timed.start_s for timed in time.ops] == pytest.approx([i * LAUNCH_S for i in range(5)], rel=ROUNDING)
     assert time.seconds == pytest.approx(4 * LAUNCH_S + KERNEL_S, rel=ROUNDING)
-    assert time.seconds_by_bound == {Bound.TRANSFER: 0.0, Bound.MEMORY: pytest.approx(time.seconds, rel=ROUNDING)}
+    assert time.seconds_by_bound == {
+        Bottleneck.TRANSFER: 0.0,
+        Bottleneck.MEMORY: pytest.approx(time.seconds, rel=ROUNDING),
+    }
 
 
 def test_a_long_op_hides_the_issue_of_those_behind_it() -> None:
@@ -173,7 +176,7 @@ def test_an_op_without_traffic_takes_no_time() -> None:
 @pytest.mark.parametrize("flops", [0, 5 * BF16_FLOPS_PER_MS])
 def test_the_update_is_counted_apart(flops: int) -> None:
     seconds = 5e-3 if flops else 1e-3
-    assert_one(estimate(op(flops, BYTES_PER_MS, stage=Stage.UPDATE)), seconds, Bound.OPTIMIZER)
+    assert_one(estimate(op(flops, BYTES_PER_MS, stage=Stage.UPDATE)), seconds, Bottleneck.OPTIMIZER)
 
 
 def test_the_upload_comes_first_and_is_not_hidden() -> None:
@@ -181,8 +184,8 @@ def test_the_upload_comes_first_and_is_not_hidden() -> None:
     assert time.upload_seconds == pytest.approx(3e-3, rel=ROUNDING)
     assert time.ops[0].start_s == pytest.approx(3e-3, rel=ROUNDING)
     assert time.seconds == pytest.approx(4e-3, rel=ROUNDING)
-    assert time.seconds_by_bound[Bound.TRANSFER] == pytest.approx(3e-3, rel=ROUNDING)
-    assert time.bound is Bound.TRANSFER
+    assert time.seconds_by_bound[Bottleneck.TRANSFER] == pytest.approx(3e-3, rel=ROUNDING)
+    assert time.bound is Bottleneck.TRANSFER
 
 
 def test_ops_follow_each_other_and_their_shares_sum_up_to_the_step() -> None:
@@ -197,8 +200,8 @@ def test_ops_follow_each_other_and_their_shares_sum_up_to_the_step() -> None:
     assert [timed.start_s for timed in time.ops] == pytest.approx(starts, rel=ROUNDING)
     assert time.seconds == pytest.approx(10e-3 + KERNEL_S, rel=ROUNDING)
     assert sum(time.seconds_by_bound.values()) == pytest.approx(time.seconds, rel=ROUNDING)
-    assert time.seconds_by_bound[Bound.MEMORY] == pytest.approx(2e-3 + KERNEL_S, rel=ROUNDING)
-    assert time.bound is Bound.COMPUTE
+    assert time.seconds_by_bound[Bottleneck.MEMORY] == pytest.approx(2e-3 + KERNEL_S, rel=ROUNDING)
+    assert time.bound is Bottleneck.COMPUTE
     assert time.flops == 4 * BF16_FLOPS_PER_MS
     assert time.bytes_moved == 6 * BYTES_PER_MS + 1
 
@@ -216,7 +219,7 @@ def test_a_step_without_ops_is_its_upload() -> None:
     time = estimate(upload_bytes=BUS_BYTES_PER_MS)
     assert time.seconds == pytest.approx(1e-3, rel=ROUNDING)
     assert time.ops == ()
-    assert time.bound is Bound.TRANSFER
+    assert time.bound is Bottleneck.TRANSFER
 
 
 def test_a_card_reaches_what_was_fitted_on_it_or_its_family() -> None:
@@ -242,6 +245,24 @@ def test_a_card_of_no_family_keeps_the_assumed_shares(name: str) -> None:
 def test_a_step_is_timed_at_its_cards_shares() -> None:
     card = find_card("rtx-4090")
     time = estimate_step([op(card.tflops_bf16 * 1e12, 1)], card, upload_bytes=0)
+    assert time.seconds == pytest.approx(1 / efficiency_of(card).matmul, rel=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype", "tflops"),
+    [
+        ("t4", "aten.mm", "bfloat16", 8.1),
+        ("t4", "aten.mm", "float16", 65.0),
+        ("t4", "hybridkernels.causal_attention", "float16", 8.1 * 0.7),
+        ("a100-80gb", "hybridkernels.causal_attention", "float16", 312.0 * 0.7),
+    ],
+)
+def test_cards_below_8_0_multiply_bfloat16_and_attend_at_the_rate_of_fp32(
+    name: str, kind: str, dtype: str, tflops: float
+) -> None:
+    card = find_card(name)
+    work = replace(op(tflops * 1e12, 1), name=kind, dtype=dtype)
+    time = estimate_step([work], card, upload_bytes=0)
     assert time.seconds == pytest.approx(1 / efficiency_of(card).matmul, rel=ROUNDING)
 
 

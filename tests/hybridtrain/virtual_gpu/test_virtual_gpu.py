@@ -21,7 +21,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu import CardRun, TensorClass, VirtualGpu, find_card
 from hybridtrain.virtual_gpu.account.observer import Stage
-from hybridtrain.virtual_gpu.cards.roofline import Bound
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 from hybridtrain.virtual_gpu.facade import virtual_gpu
 
 CARD = find_card("rtx-4090")
@@ -112,7 +112,7 @@ def test_the_time_of_a_step_follows_the_cards_rates() -> None:
     run = watched(torch.optim.AdamW, foreach=True)
     matmul_flops = 5 * 2 * BATCH * WIDTH * HIDDEN  # two forward, three backward: the batch needs no gradient
     assert run.time.flops == matmul_flops
-    assert run.bound is Bound.OPTIMIZER
+    assert run.bound is Bottleneck.OPTIMIZER
     assert 0 < run.time.seconds < 1
     assert run.time.seconds == pytest.approx(sum(run.time.seconds_by_bound.values()))
 
@@ -222,7 +222,7 @@ DOCUMENTED = hybridtrain.virtual_gpu._NAMES.keys() - {
     "account.op_rules",
     "account.tensor_class",
     "facade.card_run",
-    "facade.stand_in",
+    "facade.placeholders",
 }
 
 

@@ -92,7 +92,7 @@ def test_what_follows_from_data_is_known(gpu: VirtualGpu) -> None:
     hidden[mask] = 0.0
     ids[0, 0] = 9
     assert ids.cpu()[0].tolist() == [9, 6, 7, 0]
-    assert gpu.stand_ins() == ()
+    assert gpu.placeholders() == ()
 
 
 @pytest.mark.usefixtures("gpu")
@@ -162,7 +162,7 @@ def test_what_nobody_computed_has_a_stand_in_and_a_place_in_the_list(gpu: Virtua
     assert torch.isfinite(loss)
     assert not torch.randn(2**20, device="cuda").isinf().any()
     assert not loss > 10
-    places = {(use.where.rpartition("/")[2].split(":")[0], use.op) for use in gpu.stand_ins()}
+    places = {(use.where.rpartition("/")[2].split(":")[0], use.op) for use in gpu.placeholders()}
     assert ("test_virtual_values.py", "aten._local_scalar_dense.default") in places
 
 
@@ -181,7 +181,7 @@ def test_experts_are_chosen_evenly(gpu: VirtualGpu) -> None:
     chosen = scores.topk(2, dim=-1).indices
     assert torch.bincount(chosen.flatten(), minlength=4).tolist() == [3, 3, 3, 3]
     assert torch.where(chosen == 1)[0].shape == (3,)
-    assert any("equally often" in use.rule for use in gpu.stand_ins())
+    assert any("equally often" in use.rule for use in gpu.placeholders())
 
 
 def test_a_size_that_nobody_knows_is_refused_with_its_line(gpu: VirtualGpu) -> None:
@@ -259,6 +259,41 @@ def test_attention_takes_the_kernel_that_cuda_would(
     out.sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, "bmm"),
+        (torch.float16, "_scaled_dot_product_efficient_attention"),
+        (torch.float32, "_scaled_dot_product_efficient_attention"),
+    ],
+)
+def test_a_card_below_8_0_takes_bfloat16_by_emulation_and_has_no_flash_attention(
+    dtype: torch.dtype, expected: str
+) -> None:
+    with VirtualGpu("t4") as gpu:
+        assert torch.cuda.is_bf16_supported()
+        assert not torch.cuda.is_bf16_supported(including_emulation=False)
+        query = torch.randn(2, 8, 16, 64, dtype=dtype, device="cuda", requires_grad=True)
+        nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+        assert expected in ops(gpu)
+        assert "_scaled_dot_product_flash_attention" not in ops(gpu)
+
+
+@pytest.mark.parametrize(
+    ("card", "runs"), [("rtx-4090", True), ("h100-pcie", True), ("rtx-3090", False), ("t4", False)]
+)
+def test_float8_products_need_compute_capability_8_9(card: str, *, runs: bool) -> None:
+    with VirtualGpu(card) as gpu:
+        left, right = (torch.ones(32, 32, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+        scale = torch.ones((), device="cuda")
+        if runs:
+            out = torch._scaled_mm(left, right.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+            assert (out.shape, ops(gpu)[-1]) == ((32, 32), "_scaled_mm")
+        else:
+            with pytest.raises(RuntimeError, match=r"need compute capability 8\.9"):
+                torch._scaled_mm(left, right.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+
+
 def test_dropout_keeps_a_mask_of_booleans(gpu: VirtualGpu) -> None:
     inputs = torch.randn(1024, device="cuda", requires_grad=True)
     before = torch.cuda.memory_allocated()
@@ -276,6 +311,8 @@ def test_dropout_keeps_a_mask_of_booleans(gpu: VirtualGpu) -> None:
         ("rtx-4090", torch.bfloat16, 4 * (3 * 64 * (128 + 128) + 4 * 2 * (64 * 64 + 4))),
         # Blocks of 128 x 128 do: what is left is the queries' accumulator, 2 blocks of rows.
         ("a100-80gb", torch.bfloat16, 4 * (2 * 1 * (128 * 128 + 4))),
+        # The kernel for rows of 96 is for 8.6 and 8.9.
+        ("t4", torch.float16, 4 * (3 * 64 * (128 + 128) + 4 * 2 * (64 * 64 + 4))),
         # Gradients of keys and values are fp32 themselves.
         ("rtx-4090", torch.float32, 4 * (4 * 2 * (64 * 64 + 4))),
     ],

@@ -104,8 +104,8 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "scaling": (change(use_rslora=True), "use_rslora: true, the plan has false; set lora's scaling"),
     "dora": (change(use_dora=False), "use_dora: false, the plan has true; set lora's magnitude"),
     "kind": (change(peft_type="IA3"), "only LoRA"),
-    "ranks": (change(rank_pattern={"q_proj": 2}), "rank_pattern: .* is not known here"),
-    "first values": (change(init_lora_weights="pissa"), 'init_lora_weights: "pissa" changes the weights'),
+    "ranks": (change(rank_pattern={"q_proj": 2}), "rank_pattern: .* is not supported; use"),
+    "first values": (change(init_lora_weights="pissa"), 'init_lora_weights: "pissa" changes the base'),
     "missing": (change_tensors(lambda tensors: tensors.pop(NAME)), "layers.2.mlp.up_proj.lora_A.weight: missing"),
     "shape": (
         change_tensors(lambda tensors: tensors.update({NAME: torch.zeros(3, 31)})),
@@ -113,18 +113,18 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "surplus": (
         change_tensors(lambda tensors: tensors.update({NAME.replace(".2.", ".9."): torch.zeros(3, 32)})),
-        "layers.9.mlp.up_proj.lora_A.weight: no adapter of this model",
+        "layers.9.mlp.up_proj.lora_A.weight: not an adapter of this model",
     ),
     "targets": (
         change_tensors(lambda tensors: [tensors.pop(name) for name in [*tensors] if "q_proj" in name]),
-        "those here are of .*self_attn.q_proj.*; set lora's targets",
+        "the plan's of .*self_attn.q_proj.*; set lora's targets",
     ),
     "cut short": (
         lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-4]) and None,
         "not a complete safetensors file",
     ),
     "pickle": (pickle_it, "adapter_model.bin is a pickle, which can run code and is never opened"),
-    "nothing": (lambda folder: (folder / FILE).unlink(), f"holds no {FILE}"),
+    "nothing": (lambda folder: (folder / FILE).unlink(), f"has no {FILE}"),
     "no config": (lambda folder: (folder / CONFIG).unlink(), f"{CONFIG}.*\n?.*does not exist"),
 }
 
@@ -142,5 +142,5 @@ def test_a_folder_of_another_adapter_is_one_error(kind: str, folder: Path) -> No
 
 
 def test_a_model_without_adapters_reads_none(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="has no adapters to be read; add lora"):
+    with pytest.raises(ConfigError, match="has no adapters; add lora"):
         load_adapter(open_trainer([]), folder)

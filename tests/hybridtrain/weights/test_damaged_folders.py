@@ -114,7 +114,7 @@ def test_an_index_that_names_what_is_not_there(saved: Path, tmp_path: Path) -> N
     index["weight_map"]["model.norm.bias"] = shard
     (folder / INDEX).write_text(json.dumps(index))
     assert faults_of(folder) == (
-        f"model.norm.bias: said to be in {shard}, which has none; use the index of these shards",
+        f"model.norm.bias: the index says {shard}, which does not contain it; use the index of these shards",
     )
 
 
@@ -137,10 +137,10 @@ def test_missing_misshapen_and_surplus_tensors_are_told_together(tmp_path: Path)
 
     faults = faults_of(rewrite(change, tmp_path))
     assert faults == (
-        "model.layers.0.mlp.up_proj.weight: of type F64, must be F32, F16, BF16; convert it, or take another version",
-        "model.layers.1.mlp.up_proj.weight: missing; it must be there with shape (50, 36): download the folder again",
+        "model.layers.0.mlp.up_proj.weight: of type F64, must be F32, F16, BF16; convert it, or use another version",
+        "model.layers.1.mlp.up_proj.weight: missing; shape (50, 36) is required: download the folder again",
         "model.norm.weight: (35,) must be (36,); use the config.json of these weights",
-        "model.norm.bias: no weight of this model; there must be no others: check its config.json",
+        "model.norm.bias: not a weight of this model; check its config.json",
     )
 
 
@@ -149,7 +149,7 @@ def test_weights_of_another_shape_are_told(saved: Path) -> None:
     assert (
         "model.layers.0.mlp.up_proj.weight: (50, 36) must be (51, 36); use the config.json of these weights" in faults
     )
-    assert sum("no weight of this model" in fault for fault in faults) == 9
+    assert sum("not a weight of this model" in fault for fault in faults) == 9
 
 
 def test_a_tied_output_may_be_absent_or_equal_and_nothing_else(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_tied_output_may_be_absent_or_equal_and_nothing_else(tmp_path: Path) -
     tensors["lm_head.weight"][100, 35] += 1
     save_file(tensors, folder / ONE_FILE)
     assert faults_of(folder, TIED) == (
-        "lm_head.weight: must equal the embedding where tie_word_embeddings is true; set it to false",
+        "lm_head.weight: differs from the embedding although tie_word_embeddings is true; set it to false",
     )
 
 
@@ -216,7 +216,7 @@ def test_nothing_is_unpickled(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_and_no_folder(tmp_path: Path) -> None:
-    assert faults_of(tmp_path)[0].startswith("holds no model.safetensors and no model.safetensors.index.json")
+    assert faults_of(tmp_path)[0].startswith("has neither model.safetensors nor model.safetensors.index.json")
     assert faults_of(tmp_path / "absent")[0].startswith("is not a folder")
 
 

@@ -101,7 +101,7 @@ def test_the_text_part_is_read_and_leaves_as_a_text_model(spelling: str, saved: 
     source = open_folder(folder, config)
     num_bytes = sum(4 * each.numel() for name, each in load_file(folder / ONE_FILE).items() if name in beside)
     told = f"{len(beside)} tensors of {num_bytes / 1024:.2f} KiB (multi_modal_projector, vision_tower)"
-    assert source.left_out == f"the text part alone is read; left out: {told}"
+    assert source.left_out == f"only the text model is read; ignored: {told}"
 
     trainer = Trainer(config, compose([]), TrainerConfig(), DirectTransfer(torch.device("cpu")), source=source)
     trainer.model.eval()
@@ -153,15 +153,15 @@ def test_every_size_of_the_text_class_is_transformers_own() -> None:
         (HEAD, "text_config: must be an object; give the config.json that transformers wrote"),
         (
             HEAD | {"text_config": {"hidden_size": "wide"}},
-            'text_config.hidden_size: "wide" cannot be; a whole number of at least 1 is required',
+            'text_config.hidden_size: "wide" is not supported; an integer of at least 1 is required',
         ),
         (
             {"architectures": ["Mistral3ForConditionalGeneration"]},
-            "architectures: architecture 'Mistral3ForConditionalGeneration' has parts beside its text model and is not",
+            "architectures: architecture 'Mistral3ForConditionalGeneration' is a multimodal model that is not",
         ),
         (
             {"model_type": "llama4", "text_config": {}},
-            "model_type: model type 'llama4' has parts beside its text model and is not read; of such models",
+            "model_type: model type 'llama4' is a multimodal model that is not supported; supported are",
         ),
     ],
 )
@@ -170,8 +170,8 @@ def test_what_cannot_be_read_is_told(values: JsonMapping, fault: str) -> None:
         model_config_from_hf(values)
     (told,) = raised.value.faults
     assert told.startswith(fault)
-    if "beside" in fault:
-        assert "of such models Gemma3ForConditionalGeneration is, of text models GPT2LMHeadModel, Gemma2For" in told
+    if "multimodal" in fault:
+        assert "supported are Gemma3ForConditionalGeneration, and the text models GPT2LMHeadModel, Gemma2For" in told
 
 
 def test_a_tensor_that_belongs_to_no_part_is_told(saved: Path, tmp_path: Path) -> None:

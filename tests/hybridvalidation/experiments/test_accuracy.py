@@ -62,5 +62,5 @@ def test_without_fp32_accumulation_there_is_nothing_to_compare(stack: tuple[Opti
 def test_more_validation_batches_than_the_corpus_holds_are_refused() -> None:
     short = replace(CORPUS, validation=CORPUS.validation[: 2 * SPEC.batch_size * SPEC.seq_len + 1])
     assert len(list(accuracy._windows(replace(SPEC, validation_batches=2), short))) == 2
-    with pytest.raises(DataError, match="validation_batches: 3 asked, embedded holds 2"):
+    with pytest.raises(DataError, match="validation_batches: 3 requested, but embedded has 2"):
         list(accuracy._windows(replace(SPEC, validation_batches=3), short))

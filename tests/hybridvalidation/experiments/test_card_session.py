@@ -23,7 +23,7 @@ from hybridtrain.stacks import Stack
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, MIB
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
-from hybridvalidation.child import Ended
+from hybridvalidation.child import ChildResult
 from hybridvalidation.experiments import measure
 from hybridvalidation.experiments.card_session import session as cuda_session
 from hybridvalidation.experiments.card_session import train as cuda_train
@@ -37,7 +37,7 @@ from hybridvalidation.experiments.card_session.parts import (
     time_limit,
 )
 from hybridvalidation.experiments.card_session.plan import PlanJob, PlannedPart, card_under_cap, plan_part
-from hybridvalidation.experiments.card_session.record import Ceilings, EvidenceRecord, Measured, read_evidence
+from hybridvalidation.experiments.card_session.record import CardMeasurements, Ceilings, EvidenceRecord, read_evidence
 from hybridvalidation.experiments.card_session.session import EvidenceRun, Session, answer_of, start_child
 from hybridvalidation.experiments.card_session.table import newest_evidence, write_evidence
 from hybridvalidation.experiments.card_session.train import DeviceEvent, TrainJob, copy_overlap, read_chrome_trace
@@ -83,14 +83,14 @@ def planned(step_time_s: float = 10.0, **changes: Any) -> PlannedPart:
     return replace(plain, **changes)
 
 
-def measured(*seconds: float) -> Measured:
+def measured(*seconds: float) -> CardMeasurements:
     steps = tuple(
         MeasuredStep(
             step=step, loss=5.0, grad_norm=1.0, seconds=time, peak_allocated_bytes=1000, peak_reserved_bytes=2000
         )
         for step, time in enumerate(seconds, 1)
     )
-    return Measured(
+    return CardMeasurements(
         build_s=1.0, steps=steps, outside_bytes=800, host_bytes=0, disk_bytes=0, num_alloc_retries=0, overlap=None
     )
 
@@ -104,10 +104,10 @@ class FakeChild:
     clock: Callable[[], float]
     is_stopped: bool = False
 
-    def poll(self) -> Ended[Answer] | None:
+    def poll(self) -> ChildResult[Answer] | None:
         if self.clock() < self.ready_s:
             return None
-        return Ended(answer=self.reply, fault="", seconds=0.0, peak_rss_bytes=0, log="")
+        return ChildResult(answer=self.reply, fault="", seconds=0.0, peak_rss_bytes=0, log="")
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -181,7 +181,7 @@ class TestParts:
         assert effective_cap(wanted, 24_564 * MIB, 1000 * MIB) == 23_564 * MIB
         assert effective_cap(wanted, CARD_BYTES, 100 * GIB) == 24 * GIB
         assert effective_cap(wanted, 24_564 * MIB, 10 * GIB) == 0
-        assert "busy: other programs hold 10.00 GiB" in shortage(wanted, 24_564 * MIB, 10 * GIB)
+        assert "in use: other programs use 10.00 GiB" in shortage(wanted, 24_564 * MIB, 10 * GIB)
         assert "too small: it has 16.00 GiB" in shortage(wanted, 16 * GIB, 0)
 
     def test_a_part_starts_only_when_two_steps_fit_the_remaining_time(self) -> None:
@@ -242,7 +242,7 @@ class TestRun:
     def test_a_card_that_is_too_small_or_busy_is_told(self) -> None:
         machine = FakeMachine(used_bytes=CARD_BYTES - 10 * GIB)
         assert machine.run([part("a")])[-1] == ("a", Outcome.SKIPPED)
-        assert "the card is busy" in machine.records[-1].message
+        assert "the card is in use:" in machine.records[-1].message
 
     def test_out_of_memory_is_an_outcome_and_the_next_part_runs(self) -> None:
         refused = Answer(outcome=Outcome.OUT_OF_MEMORY, message="CUDA out of memory", measured=measured())
@@ -345,6 +345,16 @@ class TestPlan:
         assert card.pcie_gbps * 0.8 == pytest.approx(55.0)
         assert card.memory_mib == 16 * 1024
 
+    def test_cards_of_one_name_are_told_apart_by_their_multiprocessors(self) -> None:
+        for name in ("rtx-3080-10gb", "rtx-3080-12gb"):
+            card = find_card(name)
+            found = card_under_cap(replace(CEILINGS, name=card.name, num_sms=card.sms), 8 * GIB)
+            assert found == replace(card, memory_mib=8 * 1024, context_mib=601)
+
+    def test_an_unknown_card_without_bfloat16_tensor_cores_has_one_rate(self) -> None:
+        card = card_under_cap(replace(CEILINGS, name="Quadro Z1", compute_capability="7.5"), 16 * GIB)
+        assert card.tflops_bf16 == card.tflops_fp32 == pytest.approx(780.0 / 0.75)
+
     def test_a_given_stack_is_run_dry(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(model_config.PRESETS, "tiny", TINY)
         job = PlanJob(part=part(), card=find_card("h200"), host=Host(memory_gib=64))
@@ -365,6 +375,7 @@ class TestPlan:
         assert not found.fault
         assert found.micro_batch_size * found.accum_steps == 2
 
+    @pytest.mark.every_case
     def test_a_plan_is_made_in_a_fresh_process(self) -> None:
         small = part(model="gpt2-small", seq_len=64)
         job = PlanJob(part=small, card=find_card("h200"), host=Host(memory_gib=64))
@@ -443,7 +454,7 @@ class TestTrain:
         answer = cuda_worker.train(train_job(limit_s=0.0))
         assert answer.measured is not None
         assert len(answer.measured.steps) == 1
-        assert answer.message == "1 of 3 steps: no time for more"
+        assert answer.message == "1 of 3 steps; no time for more"
 
     def test_a_refused_request_keeps_the_steps_before_it(
         self, fake_card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -466,7 +477,7 @@ class TestTrain:
         fake_card["free"] = 5 * GIB
         answer = cuda_worker.train(train_job())
         assert answer.outcome is Outcome.ERROR
-        assert "end the other programs" in answer.message
+        assert "end other programs" in answer.message
 
     def test_a_step_that_cannot_be_profiled_leaves_the_others(
         self, fake_card: dict[str, Any], monkeypatch: pytest.MonkeyPatch  # noqa: ARG002
@@ -522,7 +533,7 @@ class TestCommand:
         machine = FakeMachine(used_bytes=CARD_BYTES - GIB)
         monkeypatch.setattr(cuda_session, "_session", machine.session)
         assert main(["evidence", "--results", str(tmp_path)]) == 1
-        assert "are in use, and the smallest part wants" in capsys.readouterr().err
+        assert "are in use, and the smallest part needs" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
 
     def test_records_and_table_are_written_and_a_second_call_adds_to_them(

@@ -145,7 +145,7 @@ def test_ranks_that_cannot_be_are_refused_before_they_start(command: Command, fo
     text = f'name = "parts"\ndescription = "three"\n{PARTS.format(kind="pipeline", setting="stages = 3")}'
     (folder / "scenarios/stacks/parts.toml").write_text(text)
     assert command(*arguments("llama.toml", "parts", 8, 2, "--world", "2")) == 2
-    assert "3 stages are as many ranks" in command.err
+    assert "needs 3 ranks" in command.err
 
 
 @pytest.mark.parametrize("stack", [HOST_STACK, DISK_STACK])
@@ -311,7 +311,7 @@ def test_a_missing_event_is_told() -> None:
         (arguments("gpt2.toml", "stream-bf32"), "stack 'stream-bf32' is unknown; did you mean 'stream-bf16'?"),
         (arguments(seq=17), "seq_len: 17 is above the model's max_seq_len (16)"),
         (arguments(stack=DISK_STACK), f"--disk: 1 fault\n  stack '{DISK_STACK}' keeps "),
-        (arguments(stack=DISK_STACK), "on disk; name a folder: --disk FOLDER"),
+        (arguments(stack=DISK_STACK), "on disk; give --disk FOLDER"),
         ([*arguments(), "--lr", "0"], "argument --lr: 0 must be a finite number above 0"),
         ([*arguments(), "--lr", "inf"], "argument --lr: inf must be a finite number above 0"),
         ([*arguments(), "--lr", "fast"], "argument --lr: 'fast' must be a number above 0"),
@@ -331,7 +331,7 @@ def test_a_wrong_argument_is_told(command: Command, chosen: list[str], words: st
 def test_a_vocabulary_below_the_bytes_is_refused(command: Command) -> None:
     Path("gpt2.toml").write_text(GPT2.replace("256", "255"))
     assert command(*arguments()) == 2
-    assert "256 byte tokens, but the vocabulary has 255" in command.err
+    assert "256 byte tokens, but the model's vocab_size is 255" in command.err
 
 
 def test_too_low_a_host_limit_is_told_before_anything_is_built(
@@ -347,7 +347,7 @@ def test_too_low_a_host_limit_is_told_before_anything_is_built(
 def test_memory_for_the_cards_tensors_is_asked_for_too(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute_run, "available_host_bytes", lambda: 100_000)
     assert command(*arguments()) == 1
-    assert "memory: an execution holds the card's tensors in this machine's memory too" in command.err
+    assert "card tensors included (planned)" in command.err
     assert "97.66 KiB are available" in command.err
 
 

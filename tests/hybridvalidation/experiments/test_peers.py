@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_told_with_what_it_would_take() -> None:
 
 def test_what_does_not_train_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     still = task(config='{"optimizer": "torch.optim.SGD", "arguments": {"lr": 0.0}}').small()
-    with pytest.raises(DivergenceError, match="must be finite and fall"):
+    with pytest.raises(DivergenceError, match="must be finite and decrease;"):
         peer_run.execute(still)
     monkeypatch.setattr(plain, "train", lambda _task: [2.0, float("nan")])
     with pytest.raises(DivergenceError, match="nan"):
@@ -254,11 +254,11 @@ def test_what_a_file_leaves_out_is_that_of_the_scenario_with_its_stacks() -> Non
         (f"config = '{ADAMW}'", "config = '['", r"config: '\[' must be a JSON object; write it as"),
         ('{"stack": "balanced"}', "{}", "config: '{}' must name a stack; write it as"),
         ('{"stack": "balanced"}', '{"stack": "balancd"}', "stack 'balancd' is unknown; did you mean 'balanced'"),
-        ('id = "ours"', 'id = "AdamW"', "runs: 'AdamW' is there twice; give each its own id"),
+        ('id = "ours"', 'id = "AdamW"', "runs: id 'AdamW' appears twice; make ids unique"),
         ('id = "ours"', 'id = "ours"\nmicro_batches = 0', "micro_batches: 0 must be at least 1"),
         ('id = "ours"', 'id = "ours"\nmicro_batches = 3', r"'ours': micro_batches: 3 must divide the batch \(2\)"),
         ('precision = "bf16"', 'precision = "bf8"', "precision: 'bf8'"),
-        ('[card]\nname = "rtx-3090"\n', "", "card: missing; give it, for there is no scenarios/tiny.toml to take it"),
+        ('[card]\nname = "rtx-3090"\n', "", "card: missing, and there is no scenarios/tiny.toml to inherit it"),
     ],
 )  # fmt: skip
 def test_faults_of_a_file_are_told(folder: Path, old: str, new: str, message: str) -> None:
@@ -308,7 +308,7 @@ def test_a_row_shows_each_kind_of_evidence_or_why_there_is_none(folder: Path) ->
     assert "1.00" in lines[0]  # of the newest record
     assert "64 " in lines[0]  # 2 x 16 tokens in half a second
     assert "planned, times estimated; executed small, loss 6.00 to 5.50" in lines[0]
-    assert "3 trainable parameters got no gradient" in lines[0]
+    assert "3 trainable parameters without gradient" in lines[0]
     assert "NO" in lines[1]
     assert "measured" in lines[1]
     assert "planned: why not" in lines[2]
@@ -337,13 +337,13 @@ def test_the_command_runs_what_is_missing_and_writes_the_page(
     assert not (tmp_path / "results").exists()
     assert main(["peers", "--record", *common]) == 0
     out = capsys.readouterr().out
-    assert "tiny elsewhere: not planned now, for no-such-package is not installed (pip install" in out
-    assert "4 runs made now" in out
+    assert "tiny elsewhere: not planned: no-such-package is not installed (pip install" in out
+    assert "4 new runs" in out
     page = (tmp_path / "results" / "tables" / "peers-tiny.md").read_text()
     assert "# Tiny models on a small card" in page
     assert "32 tokens per step" in page
     assert main(["peers", "--record", *common]) == 0
-    assert "0 runs made now" in capsys.readouterr().out
+    assert "0 new runs" in capsys.readouterr().out
     assert (tmp_path / "results" / "tables" / "peers-tiny.md").read_text() == page
 
 

@@ -79,7 +79,7 @@ def test_figures_seen_before_stand_apart() -> None:
     rows = rows_of({"s": blind, "t": known}, [planned(blind, blind.runs[0], peak=103.0, oom=0), later])
     assert [row.role for row in rows] == [Role.PREDICT, Role.PREDICT, Role.SEEN, Role.SEEN]
     assert headline(rows) == (
-        "Predicted before they were seen: 1 CUDA memory figures of 1 publications, median error 3.00 %, 90th "
+        "Predicted before they were seen: 1 peaks of CUDA memory of 1 publications, median error 3.00 %, 90th "
         "percentile 3.0 %. Of 1 outcomes 1 are right (1 fit, 0 ran out of memory)."
     )
     assert cells(spread_table(rows))[-1] == ["with those seen before", "2", "26.50 %", "50.0 %", "50 %"]
@@ -105,7 +105,7 @@ def test_a_single_run_may_be_seen() -> None:
         Role.PREDICT: 0.01,
         Role.SEEN: 0.5,
     }
-    assert "1 CUDA memory figures of 1 publications, median error 1.00 %" in headline(rows)
+    assert "1 peaks of CUDA memory of 1 publications, median error 1.00 %" in headline(rows)
     assert cells(spread_table(rows))[-1][:2] == ["with those seen before", "2"]
     assert [label_of(points) for points in by_kind(rows)] == ["s: peak (1)", "s: peak (1, seen before)"]
 
@@ -117,7 +117,7 @@ def test_a_plan_of_another_recipe_does_not_count() -> None:
 
 
 def test_a_source_keeps_the_rules_of_a_fair_comparison() -> None:
-    with pytest.raises(ValueError, match=r"'a' is there twice\nruns: more than one has the role 'calibrate'"):
+    with pytest.raises(ValueError, match=r"id 'a' appears twice\nruns: more than one has the role 'calibrate'"):
         source(run("a", Role.CALIBRATE, x=1.0), run("a", Role.CALIBRATE, x=1.0))
     with pytest.raises(ValueError, match="why: missing"):
         run("a", Role.LEFT_OUT, x=1.0)

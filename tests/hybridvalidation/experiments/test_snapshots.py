@@ -42,7 +42,7 @@ def test_a_snapshot_of_one_s_own(snapshot: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_of_a_folder_only_listed_files_are_taken(snapshot: Path) -> None:
-    with pytest.raises(DataError, match=r"no snapshot; name \.pickle files"):
+    with pytest.raises(DataError, match=r"no snapshot found; give \.pickle files"):
         replay_files([snapshot.parent], default_folder())
 
 
@@ -59,4 +59,4 @@ def test_the_page_tells_what_was_found(snapshot: Path, tmp_path: Path) -> None:
     assert found.devices[0].blob == blob_of(snapshot)
     append_record(tmp_path / "records", SNAPSHOTS_FILE, found)
     (page,) = write_reserved(default_folder(), tmp_path)
-    assert "1 of 1 recorded histories (1 files, 8 events) are repeated event by event" in page.read_text()
+    assert "1 of 1 recorded histories (1 files, 8 events) are reproduced event by event" in page.read_text()

@@ -20,12 +20,15 @@ from hybridtrain.optimizations import Int8Optimizer, MixedPrecision
 from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import Stack
 from hybridtrain.virtual_gpu.cards.card import find_card
-from hybridvalidation.experiments.stack_runs import Job, make_job, plan_all, run_record, start_run
+from hybridvalidation.child import ChildResult
+from hybridvalidation.experiments.stack_runs import Job, make_job, plan_all, run_job, run_record
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.records.stack_run import RunKind, StackRun
+from hybridvalidation.records.stack_run import RunKind
 from hybridvalidation.scenario import CardSpec, Scenario, ScenarioTarget
 from tiny_models import LLAMA_GROUPED
 from tiny_runs import PROXY, SCENARIO, VANILLA
+
+ROOT = Path(__file__).parents[3]
 
 
 def key(kind: RunKind, scenario: Scenario = SCENARIO, stack: Stack = VANILLA) -> str:
@@ -103,23 +106,18 @@ def test_kinds_are_told_apart() -> None:
     assert key("dry_run") != key("accuracy")
 
 
-@pytest.fixture(scope="module")
-def crash() -> StackRun:
+def test_a_crash_of_a_worker_is_an_outcome_with_its_message() -> None:
     job = replace(make_job("accuracy", SCENARIO, VANILLA), accuracy=None)
-    return run_record(job, start_run(job).wait())
-
-
-def test_a_crash_of_a_worker_is_an_outcome_with_its_message(crash: StackRun) -> None:
-    assert crash.outcome is Outcome.ERROR
-    assert "worker ended with code 1: " in crash.message
-    assert "AssertionError: an accuracy job carries its specification" in crash.message
+    with pytest.raises(AssertionError, match="an accuracy job without its specification"):
+        run_job(job)
+    fault = "worker ended with code 1: AssertionError: an accuracy job without its specification"
+    crash = run_record(job, ChildResult(answer=None, fault=fault, seconds=2.0, peak_rss_bytes=0, log=""))
+    assert (crash.outcome, crash.message) == (Outcome.ERROR, fault)
     assert (crash.kind, crash.scenario, crash.stack) == ("accuracy", "mine", "vanilla")
     assert (crash.memory, crash.accuracy, crash.measured) == (None, None, None)
     assert crash.duration_s > 0
-
-
-def test_a_crash_tells_no_path_of_the_machine(crash: StackRun) -> None:
-    assert_no_place(to_json(crash))
+    for place in (str(ROOT), str(Path.home()) + "/", "/tmp/", socket.gethostname() + "."):  # noqa: S108
+        assert place not in to_json(crash), place
 
 
 def test_every_job_reaches_its_worker_whole() -> None:
@@ -135,12 +133,6 @@ def test_every_job_reaches_its_worker_whole() -> None:
     assert done.memory.num_params == LLAMA_GROUPED.num_params
 
 
-def assert_no_place(text: str) -> None:
-    for place in (str(Path(__file__).parents[3]), str(Path.home()) + "/", "/tmp/", socket.gethostname() + "."):  # noqa: S108
-        assert place not in text, place
-
-
-ROOT = Path(__file__).parents[3]
 _PARENT = """\
 import multiprocessing, sys, time
 sys.path[:0] = [{support!r}]
@@ -160,6 +152,14 @@ def jobs(count: int) -> list[Job]:
     return [make_job("dry_run", scenario, VANILLA) for scenario in sizes]
 
 
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork processes that are started afresh otherwise, which takes seconds of imports each."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _method: fork)
+
+
+@pytest.mark.usefixtures("_forked")
 def test_processes_find_what_one_finds_alone() -> None:
     wanted = {run.key: run.memory for _, run in plan_all(jobs(6), processes=1)}
     found = {run.key: run.memory for _, run in plan_all(jobs(6), processes=2)}
@@ -176,16 +176,18 @@ def test_a_plan_that_fails_is_a_record_and_the_others_go_on() -> None:
     assert "1000000 is above" in runs["bad"].message
 
 
+@pytest.mark.usefixtures("_forked")
 def test_killed_processes_leave_records_that_say_so() -> None:
-    deep = [replace(job, model=replace(job.model, num_blocks=200)) for job in jobs(8)]  # which takes seconds each
+    deep = [replace(job, model=replace(job.model, num_blocks=60)) for job in jobs(8)]  # which takes a while each
     plans: Iterator[tuple[Job, object]] = plan_all(deep, processes=2)
     next(plans)
     for child in multiprocessing.active_children():
         child.kill()
     messages = {run.message for _, run in plans if run.outcome is Outcome.ERROR}  # type: ignore[attr-defined]
-    assert messages == {"a process that planned was killed, by the system if it was out of memory; --jobs 1 takes less"}
+    assert messages == {"a planning process was killed, possibly because memory ran out; --jobs 1 needs less"}
 
 
+@pytest.mark.usefixtures("_forked")
 def test_who_stops_listening_leaves_no_process() -> None:
     plans = plan_all(jobs(12), processes=2)
     next(plans)

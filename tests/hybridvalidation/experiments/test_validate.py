@@ -1,4 +1,4 @@
-"""One whole ``validate`` with real worker processes: what is run, what is read, and what is written where."""
+"""One whole ``validate`` with a real worker process: what is run, what is read, and what is written where."""
 
 import shutil
 import socket
@@ -14,7 +14,7 @@ from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_json
 from hybridtrain.run.environment import read_environment
 from hybridvalidation import validate as validate_module
-from hybridvalidation.child import Ended
+from hybridvalidation.child import Child, ChildResult
 from hybridvalidation.experiments import stack_runs as runner
 from hybridvalidation.experiments.stack_runs import Job, make_job, run_from_records
 from hybridvalidation.judge.joint import judge_all
@@ -22,6 +22,7 @@ from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.records.store import RecordStore
 from hybridvalidation.scenario_files import ScenarioFiles
+from inline_child import InlineChild
 from tiny_files import scenario_file, shape_file
 from tiny_runs import ACCURACY, record
 
@@ -119,13 +120,19 @@ class Place:
 
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """One ``validate`` with four worker processes, for all tests below; they do not write here."""
+    """One ``validate`` for all tests below; they do not write here. One of two workers is a process of its own."""
     place = Place(tmp_path_factory.mktemp("validated"))
     for name, text in FILES.items():
         path = place.root / "scenarios" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert place.run("validate", "mine", "--record") == 0
+
+    def worker(work: str, job: Job, answer: type[StackRun]) -> Child[StackRun] | InlineChild:
+        return (Child if job.stack.name == "lean" else InlineChild)(work, job, answer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "Child", worker)
+        assert place.run("validate", "mine", "--record") == 0
     return place
 
 
@@ -154,8 +161,8 @@ def no_worker(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         def __init__(self, _work: str, job: Job, _answer: type) -> None:
             self.record = note(job)
 
-        def poll(self) -> Ended[StackRun]:
-            return Ended(answer=self.record, fault="", seconds=1.0, peak_rss_bytes=0, log="")
+        def poll(self) -> ChildResult[StackRun]:
+            return ChildResult(answer=self.record, fault="", seconds=1.0, peak_rss_bytes=0, log="")
 
         def stop(self) -> None:
             pass
@@ -407,7 +414,7 @@ def test_a_record_names_a_commit_that_has_its_program(
     monkeypatch.setattr(validate_module, "uncommitted_files", lambda: ["hybridtrain/trainer.py"])
     before = results_of(copied)
     assert copied.run("validate", "mine", "--record", "--fresh") == 2
-    assert "hybridtrain/trainer.py: not committed" in capsys.readouterr().err
+    assert "hybridtrain/trainer.py: uncommitted" in capsys.readouterr().err
     assert results_of(copied) == before
 
 
@@ -453,12 +460,12 @@ def test_what_was_executed_is_told_with_its_commits(copied: Place, capsys: pytes
     line = to_json(record(environment=replace(read_environment(), commit="0123456789"))) + "\n"
     other.write_text(2 * line + line[:40])  # somebody writes
     assert copied.run("records") == 0
-    assert "executed: 2 records, of 1 commits, the newest of 2026-01-01, commit 01234567" in capsys.readouterr().out
+    assert "executed: 2 records, from 1 commits, the newest 2026-01-01, commit 01234567" in capsys.readouterr().out
     assert copied.run("records", "--planned") == 0
     assert "executed" not in capsys.readouterr().out
     other.write_text(line[:40] + "\n")
     assert copied.run("records") == 1
-    assert "executed.jsonl: a line is no JSON" in capsys.readouterr().err
+    assert "executed.jsonl: a line is not JSON" in capsys.readouterr().err
 
 
 def test_records_that_no_table_shows_can_be_dropped(copied: Place, no_worker: list[Job]) -> None:

@@ -114,7 +114,7 @@ def test_one_more_retained_activation_is_a_regression_that_names_class_and_block
     code, out = gate("mine")
     assert code is GateExit.REGRESSED
     assert RECORDS.read_bytes() == before
-    assert 'if the change is meant, run: hybridtrain gate mine --accept --reason "WHY"' in out
+    assert 'if the change is intended, run: hybridtrain gate mine --accept --reason "WHY"' in out
     plain = [line for line in lines_of(out, code) if "mine plain: allocated, step 2" in line]
     assert len(plain) == 1
     assert plain[0].endswith("moved: activation/block.{0..2}: +12,288 B, +4,096 B in each block")
@@ -176,7 +176,7 @@ def test_kept_figures_are_not_replaced_without_a_reason(
     before = RECORDS.read_bytes()
     block_class(monkeypatch, ForgetfulBlock)
     assert main(["gate", "--accept"]) == 2
-    assert "--reason: missing; give in a line" in capsys.readouterr().err
+    assert "--reason: missing; give" in capsys.readouterr().err
     assert RECORDS.read_bytes() == before
 
 
@@ -197,8 +197,8 @@ def test_a_stack_that_fits_no_longer_is_over_budget(gate: Gate, monkeypatch: pyt
     block_class(monkeypatch, ForgetfulBlock)  # over budget outweighs a regression
     code, out = gate()
     assert code is GateExit.OVER_BUDGET
-    assert "over_budget: mine plain: does not fit the card any more; moved: " in out
-    assert "what is asked has changed: card.memory_mib: 64 -> 20" in out
+    assert "over_budget: mine plain: no longer fits the card; moved: " in out
+    assert "the job has changed: card.memory_mib: 64 -> 20" in out
     assert "regressed: mine plain" in out
 
 
@@ -245,7 +245,7 @@ def test_a_stack_that_becomes_like_another_is_held_to_its_own_record(gate: Gate)
     code, out = gate()
     assert code is GateExit.REGRESSED
     assert "regressed: mine recompute: allocated, step 2" in out
-    assert "what is asked has changed: recompute_every: 1 -> 0" in out
+    assert "the job has changed: recompute_every: 1 -> 0" in out
 
 
 def test_a_stack_that_is_no_longer_run_is_told(gate: Gate) -> None:
@@ -254,7 +254,7 @@ def test_a_stack_that_is_no_longer_run_is_told(gate: Gate) -> None:
     SCENARIO_FILE.write_text(SCENARIO.replace('["plain", "recompute"]', '["plain"]'))
     code, out = gate()
     assert code is not GateExit.OK
-    assert "mine recompute: has a record and is not asked any more" in out
+    assert "mine recompute: has a record but is no longer part of the scenario" in out
     assert gate("--accept", "--reason", "nobody trains so")[0] is GateExit.OK
     assert [json.loads(line)["stack"] for line in RECORDS.read_text().splitlines()] == ["plain"]
 
@@ -300,7 +300,7 @@ def test_a_damaged_record_is_named_and_kept(
     assert main(["gate"]) not in {GateExit.OK, GateExit.REGRESSED, GateExit.IMPROVED, GateExit.OVER_BUDGET}
     error = capsys.readouterr().err
     assert f"{RECORDS}:1" in error
-    assert "restore the line from version control" in error
+    assert "restore the line from version control," in error
     assert RECORDS.read_bytes() == before
 
 
@@ -309,7 +309,7 @@ def test_what_is_asked_otherwise_with_the_same_figures_is_told(gate: Gate) -> No
     SCENARIO_FILE.write_text(SCENARIO.replace("memory_mib = 64", "memory_mib = 64\nsms = 7"))
     code, out = gate()
     assert code is GateExit.COULD_NOT_MEASURE
-    assert "mine plain: the figures are those of the record; what is asked has changed: card.sms: 0 -> 7" in out
+    assert "mine plain: figures equal the record; the job has changed: card.sms: 0 -> 7" in out
 
 
 def test_this_very_program_plans_again_only_when_it_is_told(gate: Gate, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,7 +318,7 @@ def test_this_very_program_plans_again_only_when_it_is_told(gate: Gate, capsys: 
     capsys.readouterr()
     assert main(["records"]) == GateExit.OK
     out = capsys.readouterr().out
-    assert "2 dry runs of 1 scenarios were found again by this very program" in out
+    assert "2 dry runs of 1 scenarios were verified with this program version" in out
     assert "gate: ok, 0 dry runs of 0 scenarios compared" in out
     assert main(["records", "--verify"]) == GateExit.OK
     assert capsys.readouterr().out.endswith(EQUAL)
@@ -392,7 +392,7 @@ def test_whatever_changes_is_a_finding(name: str) -> None:
 
 
 def test_a_stack_that_fits_again_is_a_win() -> None:
-    assert compare(figures(fits=False), figures()) == [(GateExit.IMPROVED, "fits the card now")]
+    assert compare(figures(fits=False), figures()) == [(GateExit.IMPROVED, "now fits the card")]
 
 
 def test_a_finding_shows_before_after_and_the_difference() -> None:

@@ -91,4 +91,4 @@ def test_report_fills_and_check_names_what_is_not_as_recorded(
     page.write_text(page.read_text().replace(row[1], "7.77"))
     capsys.readouterr()
     assert main(["report", "--check"]) == 1
-    assert capsys.readouterr().out == "docs/page.md: not what records and program say; run: hybridtrain report\n"
+    assert capsys.readouterr().out == "docs/page.md: outdated; run: hybridtrain report\n"

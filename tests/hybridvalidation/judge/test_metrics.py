@@ -14,7 +14,7 @@ from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.run.environment import read_environment
 from hybridtrain.units import GB, GIB
 from hybridtrain.virtual_gpu.cards.card import find_card
-from hybridtrain.virtual_gpu.cards.roofline import Bound
+from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.case import Case, Metric
 from hybridvalidation.judge.metrics import accuracy_retention, compute_metric, perplexity_ratio
@@ -124,14 +124,14 @@ def test_speed_is_estimated_until_it_is_measured() -> None:
 
 @pytest.mark.parametrize(("waits", "error"), [(0.04, TIME_ERROR), (0.06, WAITING_ERROR), (0.5, WAITING_ERROR)])
 def test_a_step_that_waits_has_the_error_of_recorded_ones_that_do(waits: float, error: float) -> None:
-    times = {Bound.COMPUTE.value: 2 * (1 - waits), Bound.TRANSFER.value: waits, Bound.DISK.value: waits}
+    times = {Bottleneck.COMPUTE.value: 2 * (1 - waits), Bottleneck.TRANSFER.value: waits, Bottleneck.DISK.value: waits}
     lean = planned("lean", tokens_per_s=30.0, step_time_s=2.0, time_by_bound=times)
-    plain = planned("vanilla", tokens_per_s=40.0, step_time_s=2.0, time_by_bound={Bound.COMPUTE.value: 2.0})
+    plain = planned("vanilla", tokens_per_s=40.0, step_time_s=2.0, time_by_bound={Bottleneck.COMPUTE.value: 2.0})
     for found in (asked(run_of(lean, plain), name, "lean") for name in ("tokens_per_s", "relative_throughput_x")):
         assert found is not None
         assert found.error is not None
         assert found.error.high / found.value == pytest.approx(1 + error, rel=ROUNDING)
-        assert ("waits 50% of its step, recorded steps that test this 5% to 18%" in found.remark) is (waits == 0.5)
+        assert ("waits 50% of its step; recorded steps test 5% to 18%" in found.remark) is (waits == 0.5)
         assert found.is_untested is (waits == 0.5)
 
 
@@ -141,7 +141,7 @@ def test_a_step_of_other_size_than_the_scenarios_is_told(name: str) -> None:
     assert same is not None
     assert other is not None
     assert "tokens per step" not in same.remark
-    assert other.remark.startswith("at 4,096 tokens per step, where the scenario has 8")
+    assert other.remark.startswith("at 4,096 tokens per step, while the scenario has 8")
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -197,7 +197,7 @@ def test_a_cycle_that_comes_or_goes_is_told_with_the_largest_step() -> None:
     ((code, message),) = compare(TWO, larger)
     assert code is GateExit.REGRESSED
     assert message == (
-        "other steps: 2 -> 4, allocated at most 400 B -> 401 B (+1 B, +0.250 %); moved: weight/head: +1 B"
+        "number of steps: 2 -> 4, peak allocated 400 B -> 401 B (+1 B, +0.250 %); moved: weight/head: +1 B"
     )
 
 
@@ -223,4 +223,4 @@ def test_the_gate_keeps_and_compares_the_phases_of_a_real_cycle(
     assert lines[0].startswith("regressed: phases cycle: allocated, predict: ")
     (stacks / "cycle.toml").write_text(PLAIN.replace("plain", "cycle"))  # the cycle is gone
     assert main(["gate"]) == GateExit.IMPROVED
-    assert "phases cycle: other steps: 4 -> 2, allocated at most " in capsys.readouterr().out
+    assert "phases cycle: number of steps: 4 -> 2, peak allocated " in capsys.readouterr().out

@@ -20,8 +20,8 @@ def judged(
 ) -> Verdict:
     return Verdict(
         target="small", description="s", stack=f"{place}-stack", status=status, reason=f"{place} says so.",
-        evidence=Evidence.PLANNED if known else None, value=1.0 if known else None, is_of_scenario=of_scenario,
-        place=place, is_registered=registered,
+        because="so", evidence=Evidence.PLANNED if known else None, value=1.0 if known else None,
+        is_of_scenario=of_scenario, place=place, is_registered=registered,
     )  # fmt: skip
 
 
@@ -60,15 +60,15 @@ def test_a_scenarios_row_waits_for_the_study_that_owes_it() -> None:
 def test_figures_outside_of_a_stated_range_are_counted() -> None:
     found = judged(Status.HOLDS)
     outside = replace(found, is_outside=True)
-    assert counts([row_of(found)]).endswith("by evidence: 1 planned. Without any of these remarks: 1.")
-    told = "by evidence: 1 planned. Outside of the stated range, on its good side: 1."
+    assert counts([row_of(found)]).endswith("By evidence: 1 planned.\n- Without any of these remarks: 1.")
+    told = "By evidence: 1 planned.\n- Better than the stated range: 1."
     assert counts([row_of(outside)]).endswith(told)
 
 
 def test_estimates_that_no_recorded_run_tests_are_counted() -> None:
     found = judged(Status.HOLDS)
     untested = replace(found, is_untested=True)
-    assert counts([row_of(untested)]).endswith("1 planned. By an estimate that no recorded run tests: 1.")
+    assert counts([row_of(untested)]).endswith("1 planned.\n- By an estimate that no recorded run tests: 1.")
 
 
 def test_bounds_that_reject_no_harm_are_counted() -> None:
@@ -85,12 +85,12 @@ def test_what_one_stack_holds_and_another_misses_is_counted(other: Status, *, is
     row = row_of(judged(Status.HOLDS, of_scenario=True), judged(other, "there"))
     told = counts([row])
     assert row.status is Status.HOLDS
-    assert told.endswith("while another one that is judged misses it: 1.") is is_missed
+    assert told.endswith("while another judged stack misses it: 1.") is is_missed
 
 
 @pytest.mark.parametrize("status", Status)
 def test_every_verdict_is_counted(status: Status) -> None:
     rows = roll_up(TARGETS, [judged(status)])
     assert counts(rows).startswith("2 stated targets: ")
-    verdicts = counts(rows).partition(" Of those")[0]
+    verdicts = counts(rows).partition("\n")[0]
     assert sum(int(word) for word in verdicts.replace(":", "").split() if word.isdigit()) == 4  # 2 of 2

@@ -8,7 +8,7 @@ from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge import joint as joint_module
 from hybridvalidation.judge import verdict as verdict_module
 from hybridvalidation.judge.case import Decider, Metric
-from hybridvalidation.judge.joint import Joint, judge_all, judge_jointly
+from hybridvalidation.judge.joint import JointVerdict, judge_all, judge_jointly
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.judge.time_error import within_error
 from hybridvalidation.judge.verdict import Status, Verdict, judge, judge_metric
@@ -188,8 +188,8 @@ def test_a_right_figure_that_does_not_decide_is_misleading(
 def test_a_misleading_figure_comes_with_the_one_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     found = judged_one(monkeypatch, target("min", value=96.0), saving(96.25, 61.0))
     assert found.reason == (
-        "lean: 96.25 % meets at least 96, arithmetic, but is an average over steps; what decides, the peak of Full: "
-        "61.00 %, planned; 4 of 32 kept."
+        "lean: 96.25 % meets at least 96, arithmetic, but is an average over steps; the deciding figure, the peak of "
+        "Full: 61.00 %, planned; 4 of 32 kept."
     )
 
 
@@ -259,7 +259,11 @@ def test_where_gb_and_gib_decide_differently_nothing_is_decided(
 ) -> None:
     found = judged_one(monkeypatch, stated, replace(planned(value), decimal=decimal))
     assert (found.status is Status.UNDECIDED) is bool(word)
-    assert (f"in GB of 10^9 bytes {decimal:.2f}, which {word} it: the unit decides" in found.reason) if word else True
+    assert (
+        (f"in GB of 10^9 bytes {decimal:.2f}, which {word} it, so the verdict depends on the unit" in found.reason)
+        if word
+        else True
+    )
 
 
 @pytest.mark.parametrize("value", [6.0, 8.0])
@@ -288,7 +292,7 @@ def test_each_target_is_compared_with_the_stack_it_names(monkeypatch: pytest.Mon
 
 def jointly(
     monkeypatch: pytest.MonkeyPatch, rows: Mapping[str, Mapping[str, Metric | None]], fits: Sequence[str] = STACKS
-) -> tuple[Joint, list[Verdict]]:
+) -> tuple[JointVerdict, list[Verdict]]:
     """Judge rows that want at most 4 of some metric, by the name of the metric."""
     monkeypatch.setattr(verdict_module, "compute_metric", lambda case: rows[case.target.metric].get(case.stack))
     monkeypatch.setattr(joint_module, "_fits", lambda _run, stack: stack in fits)
@@ -384,3 +388,22 @@ def test_rows_on_stacks_are_judged_on_each_in_order(monkeypatch: pytest.MonkeyPa
     verdicts = judge_all(run, targets)
     assert [(item.target, item.stack) for item in verdicts] == [("b", "tight"), ("b", "lean"), ("a", "vanilla")]
     assert judge_jointly(run, targets) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "because"),
+    [
+        (Metric(3.0, Evidence.PLANNED, "GiB"), "3.00 GiB meets at most 4"),
+        (Metric(5.0, Evidence.PLANNED, "GiB"), "5.00 GiB misses at most 4"),
+        (Metric(3.0, Evidence.PLANNED, "GiB", fits=False), "3.00 GiB, but it runs out of memory"),
+        (Metric(3.0, Evidence.PLANNED, "GiB", decimal=4.5), "3.00 GiB may meet or miss at most 4"),
+        (
+            Metric(3.0, Evidence.ARITHMETIC, "GiB", decider=Decider(5.0, Evidence.PLANNED, "is a part", "the peak")),
+            "3.00 GiB as stated, but 5.00 GiB decides",
+        ),
+    ],
+)
+def test_the_reason_is_also_told_in_few_words(monkeypatch: pytest.MonkeyPatch, metric: Metric, because: str) -> None:
+    found = judged_one(monkeypatch, target("max", "peak_vram_gib", value=4.0), metric)
+    assert found.because == because
+    assert len(found.because.split()) <= 12

@@ -16,7 +16,7 @@ from hybridtrain.planning.figures import Timeline, memory_figures
 from hybridtrain.units import GIB, to_gib
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.experiments.stack_runs import ScenarioRun
-from hybridvalidation.pictures.picture import PALE, Axis, Line, Picture, Series, View
+from hybridvalidation.pictures.picture import COLORS, PALE, Axis, Line, Picture, Series, View
 from hybridvalidation.pictures.plotly import page_spec
 from hybridvalidation.pictures.png import figure_of, png_of
 from hybridvalidation.scenario_files import ScenarioFiles
@@ -57,9 +57,15 @@ def panels(picture: Picture) -> list[Axes]:
 
 
 def check(picture: Picture) -> None:
-    """Raise for a key or a value that plotly.js does not know, for a series without a point or a point that is none."""
+    """Raise for a key or a value that plotly.js does not know, for a series without a point or a point that is none.
+
+    No two series of a view look alike.
+    """
     assert picture.description
     assert picture.evidence
+    for view in picture.views.values():
+        looks = {series.name: (series.color, series.symbol) for series in view.series}
+        assert len({*looks.values()}) == len(looks), (picture.name, looks)
     for view in page_spec(picture).values():
         text = json.dumps(view, allow_nan=False)
         plain = json.loads(re.sub(r'"\$\w+"', '"#000000"', text))
@@ -95,7 +101,7 @@ def test_every_mark_is_drawn(marks: tuple[str, str], is_lying: bool) -> None:
     has_names = "bar" in marks
     series = [
         Series(
-            name=f"{mark} {number}", mark=mark, color="#0072b2", x=numbers if is_lying or not has_names else names,  # type: ignore[arg-type]
+            name=f"{mark} {number}", mark=mark, color=COLORS[number], x=numbers if is_lying or not has_names else names,  # type: ignore[arg-type]
             y=names if is_lying and has_names else numbers,
         )
         for number, mark in enumerate(marks)

@@ -1,14 +1,14 @@
 """Records on disk: appended one by one, by several writers, whole or not at all."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from faults.runs import ended, fork_now
 from hybridtrain.config.decode import decode
 from hybridtrain.config.encode import encode, to_json
 from hybridtrain.errors import RecordError
@@ -18,7 +18,7 @@ from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.record import SCHEMA
 from hybridvalidation.records.stack_run import StackRun
-from hybridvalidation.records.store import RecordStore, read_lines
+from hybridvalidation.records.store import RecordStore, append_line, read_lines
 from tiny_runs import ACCURACY, MEASURED, MEMORY, record
 
 RECORDS = {
@@ -80,7 +80,7 @@ def test_a_record_that_was_cut_short_is_left_out_and_the_next_takes_its_place(
     path_of(store).write_bytes(whole + to_json(record()).encode()[:cut])
     assert store.read("mine") == [record()] * num_whole
     store.append(record("next"))
-    assert "cut short" in capsys.readouterr().err
+    assert "incomplete record" in capsys.readouterr().err
     aside = store.folder / "mine.jsonl.torn"
     assert aside.read_bytes() == to_json(record()).encode()[:cut] + b"\n"
     assert store.scenarios() == ["mine"]
@@ -97,14 +97,14 @@ def test_a_record_whose_newline_an_editor_took_stays(store: RecordStore) -> None
 
 
 def test_writers_at_once_lose_nothing(store: RecordStore) -> None:
-    program = (
-        "import sys; from pathlib import Path; from hybridtrain.virtual_gpu.cards.card import Host; "
-        "from hybridvalidation.records.store import append_line\n"
-        "for size in range(10, 60): append_line(Path(sys.argv[1]), Host(memory_gib=size, disk_gib=int(sys.argv[2])))"
-    )
     path = store.folder / "hosts.jsonl"
-    writers = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in ("7", "8")]
-    assert [writer.wait() for writer in writers] == [0, 0]
+
+    def write(disk_gib: int) -> None:
+        for size in range(10, 60):
+            append_line(path, Host(memory_gib=size, disk_gib=disk_gib))
+
+    writers = [fork_now(partial(write, disk_gib)) for disk_gib in (7, 8)]
+    assert [ended(writer) for writer in writers] == [0, 0]
     found = [(host.disk_gib, host.memory_gib) for host in read_lines(path, Host)]
     assert sorted(found) == sorted((disk, number) for disk in (7, 8) for number in range(10, 60))
 

@@ -98,5 +98,5 @@ def test_kinds_are_counted_by_who_made_them() -> None:
 
 def test_what_is_not_known_is_told() -> None:
     told = made_by([("", made("", commit="")), ("", made(dirty=True))])
-    assert "1 by program unknown (commit of no checkout, 2026-01-01)" in told
+    assert "1 by program unknown (commit unknown, 2026-01-01)" in told
     assert "1 by program p (commit 01234567, with changes, 2026-01-01)" in told

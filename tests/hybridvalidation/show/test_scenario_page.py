@@ -113,8 +113,8 @@ def test_the_summary_has_a_row_per_stack_and_every_figure() -> None:
         executed("vanilla", 0.5), executed("lean", 0.4),
     )  # fmt: skip
     head, vanilla, lean = rows(summary_table(run, MARKDOWN))
-    assert head[:4] == ["stack", "fits", "device GiB", "host GiB"]
-    figures = ["31.00", "40.00", "0.250", "4,096", "compute", "28.00", "30.00", "50.00", "8"]
+    assert head[:4] == ["stack", "fits", "device GiB", "tokens/s"]
+    figures = ["31.00", "4,096", "40.00", "0.250", "compute", "28.00", "30.00", "50.00", "8"]
     whole = "100.00 [100.00, 100.00]"
     assert vanilla == ["vanilla", "barely", *figures, whole, whole]
     assert lean == ["lean", "NO", *figures, "80.00 [80.00, 80.00]", whole]
@@ -221,13 +221,19 @@ def test_verdicts_are_told_with_evidence_and_reason() -> None:
         stack="lean",
         status=Status.HOLDS,
         reason=reason,
+        because="3.20 GiB meets at most 4",
         evidence=Evidence.PLANNED,
         value=3.2,
     )
-    fast = replace(small, target="fast", status=Status.UNPROVEN, reason="no record", evidence=None, value=None)
+    fast = replace(
+        small, target="fast", status=Status.UNPROVEN, reason="none", because="no record", evidence=None, value=None
+    )
     lines = verdict_table([small, fast], TERMINAL).splitlines()
-    assert lines[2].split() == ["small", "holds", "planned", *reason.split()]
-    assert lines[3].split() == ["fast", "unproven", "-", "no", "record"]
+    assert lines[2].split() == ["small", "holds", *small.because.split(), "planned", *reason.split()]
+    assert lines[3].split() == ["fast", "unproven", "no", "record", "-", "none"]
     shown, notes = verdict_table([small, fast], MARKDOWN).split("\n\n")
-    assert rows(shown)[1:] == [["small", "holds", "planned", "1"], ["fast", "unproven", "-", "2"]]
-    assert notes.splitlines() == [f"1. {reason}", "2. no record"]
+    assert rows(shown)[1:] == [
+        ["small", "holds", small.because, "planned", "1"],
+        ["fast", "unproven", "no record", "-", "2"],
+    ]
+    assert notes.splitlines() == [f"1. {reason}", "2. none"]

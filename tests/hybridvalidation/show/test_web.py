@@ -47,7 +47,7 @@ def test_markup_of_others_is_text() -> None:
     assert "<script" not in found.lead + found.html
     assert "javascript:" not in re.findall(r'href="([^"]*)"', found.lead)
     assert re.findall(r'(?:href|src)="([^"]*)"', found.lead) == ["recorded.html", "pictures/new.png"]
-    assert "Drawn on this page" in found.lead
+    assert ">shown <img" in found.lead
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_every_record_has_its_environment() -> None:
 
 def test_pages_are_of_all_scenarios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "1b-16gb", "--html", str(tmp_path / "site")]) == 2
-    assert "leave out 1b-16gb" in capsys.readouterr().err
+    assert "remove 1b-16gb" in capsys.readouterr().err
     assert not (tmp_path / "site").exists()
 
 

@@ -14,7 +14,29 @@ from hybridvalidation.show.web.site import write_site  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
-PHONE, DESK = (390, 844), (1400, 900)
+PHONE, DESK, PAPER = (390, 844), (1400, 900), (794, 1123)
+"""Pixels; the last are A4's at 96 to the inch."""
+LOOKS = [(size, theme) for size in (PHONE, DESK) for theme in ("light", "dark")]
+KEY_PAGES = ("index", "scenarios", "7b-24gb", "targets", "study-tuned-0.1m")
+ANSWERS = {
+    "7b-24gb": ("fits", "device GiB", "tokens/s"), "targets": ("verdict", "because"),
+    "peers-8b-full-24gb": ("fits", "reserved GiB", "tokens/s"),
+}  # fmt: skip
+"""Columns that a phone shows without being moved sideways."""
+WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+OVERLAPS = """plots => plots.flatMap(plot => {
+  const kinds = ".xtick text, .ytick text, .annotation-text, .xtitle, .ytitle";
+  const isSlanted = text => /rotate\\(-60/.test(text.getAttribute("transform"));  // its box is larger than its words
+  const texts = [...plot.querySelectorAll(kinds)].filter(text => text.textContent && !isSlanted(text));
+  const meet = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;  // a line is higher than its letters
+  const found = texts.flatMap((one, at) => texts.slice(at + 1)
+    .filter(other => meet(one.getBoundingClientRect(), other.getBoundingClientRect()))
+    .map(other => `${one.textContent} on ${other.textContent}`));
+  const legend = plot.parentElement.querySelector(".legend").getBoundingClientRect();
+  if (legend.top < plot.getBoundingClientRect().bottom) found.push("legend on plot");
+  return texts.length ? found : ["no words"];
+})"""
 WITH_PLOTS = (
     "7b-24gb",
     "recorded",
@@ -55,16 +77,15 @@ class Opened:
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
 
-    def draw_all(self, url: str) -> int:
-        """Open a page, scroll to each plot until it is drawn, and return how many there are."""
+    def open(self, url: str) -> int:
+        """Open a page and return how many plots it has; each was drawn before it was loaded, seen or not."""
         self.page.goto(url)
-        plots = self.page.locator("figure.chart .plot")
-        for number in range(plots.count()):
-            plots.nth(number).scroll_into_view_if_needed()
-            self.page.wait_for_function(
-                "plot => plot.dataset.drawn !== undefined", arg=plots.nth(number).element_handle()
-            )
-        return plots.count()
+        marks = self.page.eval_on_selector_all(
+            "figure.chart .plot",
+            "plots => plots.map(plot => plot.querySelectorAll('.scatterlayer path, .barlayer path').length)",
+        )
+        assert all(marks), (url, marks)
+        return len(marks)
 
 
 @pytest.fixture(params=[(PHONE, "dark"), (DESK, "light")], ids=["phone, dark", "desk, light"])
@@ -89,28 +110,62 @@ def url(folder: Path, name: str) -> str:
 def test_every_page_is_quiet_drawn_and_as_wide_as_the_window(opened: Opened, folder: Path) -> None:
     num_plots = 0
     for page in sorted(folder.glob("*.html")):
-        num_plots += opened.draw_all(page.as_uri())
-        marks = opened.page.eval_on_selector_all(
-            "figure.chart .plot",
-            "plots => plots.map(plot => plot.querySelectorAll('.scatterlayer path, .barlayer path').length)",
-        )
-        assert all(marks), (page.name, marks)
-        wider = opened.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        assert wider <= 0, page.name
+        num_plots += opened.open(page.as_uri())
+        assert opened.page.evaluate(WIDER) <= 0, page.name
+        assert opened.page.eval_on_selector_all("figure.chart .plot", OVERLAPS) == [], page.name
     assert num_plots > 60  # all scenarios and the pages with plots
     assert opened.said == []
     assert all(asked.startswith(("file:", "data:", "blob:")) for asked in opened.asked)
 
 
+@pytest.mark.parametrize(("size", "theme"), LOOKS)
+def test_key_pages_are_legible_on_every_screen_and_on_paper(
+    browser: "sync_api.Browser", folder: Path, size: tuple[int, int], theme: str
+) -> None:
+    opened = Opened(browser, size, theme)
+    for name in KEY_PAGES:
+        num_plots = opened.open(url(folder, name))
+        assert opened.page.evaluate(WIDER) <= 0, name
+        opened.page.set_viewport_size({"width": PAPER[0], "height": PAPER[1]})
+        opened.page.emulate_media(media="print")
+        assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert not opened.page.get_by_role("navigation", name="Pages").is_visible()
+        opened.page.wait_for_function(  # drawn anew with the next frame
+            "([count, width]) => { const drawn = [...document.querySelectorAll('figure.chart .main-svg')]; "
+            "return drawn.length >= count && drawn.every(one => one.getBoundingClientRect().right <= width); }",
+            arg=[num_plots, PAPER[0]],
+        )
+        assert opened.page.evaluate(WIDER) <= 0, name
+        assert len(opened.page.pdf(format="A4")) > 10_000
+        opened.page.emulate_media(media="screen")
+        opened.page.set_viewport_size({"width": size[0], "height": size[1]})
+    assert opened.said == []
+    opened.page.close()
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_phone_shows_the_columns_that_answer(browser: "sync_api.Browser", folder: Path, name: str) -> None:
+    opened = Opened(browser, PHONE, "light")
+    opened.open(url(folder, name))
+    edges = (
+        opened.page.locator("main table")
+        .first.locator("thead th")
+        .evaluate_all("heads => heads.map(head => [head.textContent, head.getBoundingClientRect().right])")
+    )
+    seen = {words for words, right in edges if right <= PHONE[0]}
+    assert seen >= {*ANSWERS[name]}, edges
+    opened.page.close()
+
+
 @pytest.mark.parametrize("name", ["index", *WITH_PLOTS])
 def test_nothing_that_axe_knows_bars_a_reader(opened: Opened, folder: Path, name: str) -> None:
-    opened.draw_all(url(folder, name))
+    opened.open(url(folder, name))
     found = axe.Axe().run(opened.page).response["violations"]
     assert [(fault["id"], [node["html"][:200] for node in fault["nodes"]][:3]) for fault in found] == []
 
 
 def test_targets_are_filtered_searched_and_sorted(desk: "sync_api.Page", folder: Path) -> None:
-    desk.goto(url(folder, "index"))
+    desk.goto(url(folder, "targets"))
     shown = desk.locator("main table tbody tr:visible")
     count = shown.count()
     refuted = desk.locator("td.verdict.refuted:visible").count()
@@ -144,7 +199,7 @@ def span(page: "sync_api.Page", name: str) -> float:
 
 def test_a_timeline_is_zoomed_moved_hidden_and_changed(browser: "sync_api.Browser", folder: Path) -> None:
     opened = Opened(browser, DESK, "light")
-    opened.draw_all(url(folder, "7b-24gb"))
+    opened.open(url(folder, "7b-24gb"))
     page, figure = opened.page, opened.page.locator("#chart-timeline")
     whole = span(page, "timeline")
     figure.get_by_role("button", name="Zoom in").click()
@@ -208,6 +263,7 @@ def test_the_menu_of_a_phone_opens_by_key(browser: "sync_api.Browser", folder: P
     opened.page.keyboard.press("Enter")
     assert menu.is_visible()
     assert button.get_attribute("aria-expanded") == "true"
+    menu.get_by_text("Evidence", exact=True).click()
     menu.get_by_role("link", name="executed").click()
     opened.page.wait_for_url("**/executed.html")
     opened.page.close()

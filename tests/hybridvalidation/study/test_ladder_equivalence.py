@@ -172,7 +172,14 @@ def test_what_holds_says_that_its_stack_trains_worse() -> None:
     ladder = ladder_of(**MORE)
     found = judged(ladder, finished(ladder, loss_of, max_runs=50))
     row = Verdict(
-        target="t", description="s", status=Status.HOLDS, evidence=None, value=None, stack="far", reason="It fits."
+        target="t",
+        description="s",
+        status=Status.HOLDS,
+        evidence=None,
+        value=None,
+        stack="far",
+        reason="It fits.",
+        because="fits",
     )
     told = _with_quality(row, found["far"]).reason
     assert told.startswith("It fits. Executed at ")
@@ -232,7 +239,7 @@ def test_a_line_is_followed_and_its_interval_grows_with_the_distance() -> None:
 
 @pytest.mark.parametrize(
     ("lost", "spread", "told"),
-    [(0.001, 0, "meets the bound too"), (0.08, 0.01, "does not clearly miss the bound either"), (0.1, 0, "")],
+    [(0.001, 0, "meets the bound too,"), (0.08, 0.01, "does not clearly miss the bound either"), (0.1, 0, "")],
 )
 def test_a_stated_figure_is_told_beside_what_the_control_loses(lost: float, spread: float, told: str) -> None:
     target = Target(
@@ -246,8 +253,8 @@ def test_a_stated_figure_is_told_beside_what_the_control_loses(lost: float, spre
     (found,) = judge_ladder(ladder, made, {"kept": target})
     assert f"the control {CONTROL['name']}: " in found.reason
     assert found.is_blunt is bool(told)
-    assert found.reason.count("known to do harm") == bool(told)
-    assert f"{CONTROL['name']}, known to do harm, {told}" in found.reason or not told
+    assert found.reason.count("a harmful control,") == bool(told)
+    assert f"{CONTROL['name']}, a harmful control, {told}" in found.reason or not told
 
 
 @pytest.mark.parametrize(("more_seeds", "level"), [([], "95 %"), ([20, 21, 22], "97.5 %")])

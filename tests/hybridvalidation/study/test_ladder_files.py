@@ -74,21 +74,21 @@ def faults_of(**changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "start"),
     [
-        ({"rungs": [RUNG | {"seeds": [0, 1]}]}, "seeds, more_seeds: [0, 1] must name at least 3 seeds"),
-        ({"rungs": [RUNG | {"more_seeds": [2]}]}, "seeds, more_seeds: [0, 1, 2, 2] must name"),
-        ({"tuning_seed": 1}, "rungs: 'small' is judged at the tuning seed (1)"),
+        ({"rungs": [RUNG | {"seeds": [0, 1]}]}, "seeds, more_seeds: [0, 1] must be at least 3 seeds"),
+        ({"rungs": [RUNG | {"more_seeds": [2]}]}, "seeds, more_seeds: [0, 1, 2, 2] must be at least 3 seeds"),
+        ({"tuning_seed": 1}, "rungs: 'small' must not include the tuning seed (1)"),
         ({"rungs": [RUNG | {"warmup_steps": 12}]}, "warmup_steps: 12 must be below num_steps (12)"),
         ({"rungs": [RUNG | {"arms": ["nobody"]}]}, "rungs: 'small': "),
         ({"arms": [*ARMS, ARMS[1]]}, "arms: 'mixed' appears twice"),
-        ({"arms": [*ARMS, ARMS[1] | {"name": "more"}]}, "arms: stack 'mixed' has two"),
+        ({"arms": [*ARMS, ARMS[1] | {"name": "more"}]}, "arms: stack 'mixed' is in two"),
         ({"arms": [ARMS[0], ARMS[1] | {"against": "nobody"}]}, "arms: 'mixed' is compared with 'nobody'"),
-        ({"arms": [ARMS[0], ARMS[1] | {"rounds_to_nearest": True}]}, "rounds_to_nearest: wants bfloat16"),
+        ({"arms": [ARMS[0], ARMS[1] | {"rounds_to_nearest": True}]}, "rounds_to_nearest: needs bfloat16"),
         ({"arms": [ARMS[4], ARMS[0]]}, "arms: the first, 'tuned', is the baseline"),
         ({"fine_tune_steps": 0}, "fine_tune_steps: 0 must be at least 1"),
-        ({"arms": [ARMS[0], ARMS[4] | {"lrs": []}]}, "arms: 'tuned' is compared with none and tries no rate"),
+        ({"arms": [ARMS[0], ARMS[4] | {"lrs": []}]}, "arms: 'tuned' has no reference and no learning rates;"),
         ({"rungs": [RUNG | {"batch_size": 3}], "arms": [ARMS[0], {
             "name": "four", "description": "-", "optimizations": [{"kind": "grad_accumulation"}],
-        }]}, "rungs: 'small': batch_size 3 is no multiple of 4 ('four')"),
+        }]}, "rungs: 'small': batch_size 3 must be a multiple of 4 micro-batches ('four')"),
         ({"targets": [{"id": "speed", "stacks": ["tight"]}]}, "targets: "),
     ],
 )  # fmt: skip

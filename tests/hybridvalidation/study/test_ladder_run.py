@@ -90,6 +90,7 @@ def test_a_stopped_ladder_goes_on_where_it_was(ladder: LadderFile, tmp_path: Pat
     assert all((record.jumps > 0) is (record.run.arm == "jumps") for record in made.values())
 
 
+@pytest.mark.every_case
 def test_a_process_of_its_own_makes_the_same_run(ladder: LadderFile, tmp_path: Path) -> None:
     (made,) = run_study(ladder, tmp_path, jobs=1, max_runs=1, say=lambda _: None).values()
     assert outcome(made) == outcome(make_run(ladder, made.run))
@@ -99,7 +100,7 @@ def test_a_process_of_its_own_makes_the_same_run(ladder: LadderFile, tmp_path: P
 def test_runs_on_another_text_are_not_joined(ladder: LadderFile, tmp_path: Path) -> None:
     (record,) = run_study(ladder, tmp_path, jobs=1, max_runs=1, say=lambda _: None).values()
     append_line(record_path(tmp_path, "tiny"), replace(record, corpus_digest="0123456789"))
-    with pytest.raises(RecordError, match="its runs had the text 01234567, this machine has"):
+    with pytest.raises(RecordError, match="its runs used the text 01234567, this machine has"):
         run_study(ladder, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
 
 
@@ -183,7 +184,7 @@ def test_a_replay_holds_until_the_arithmetic_changes(
     done = replay(ladder, made, tmp_path, jobs=1, say=lambda _: None)
     assert {found.run.arm for found in done} == {arm.name for arm in ladder.arms}
     assert all(found.is_equal and holds(found) for found in done)
-    assert replay_sentence(done[0]) == "equal to the bit"
+    assert replay_sentence(done[0]) == "bit-equal"
     from hybridtrain.optim import adamw  # noqa: PLC0415  its function is replaced
 
     exact = adamw.fused_adamw
@@ -232,7 +233,7 @@ def test_the_command_runs_shows_and_reports(
     assert "No model size is finished" in capsys.readouterr().out
     for words, fault in (
         (["tiny", "--rung", "smal"], "--rung: model size 'smal' is unknown; did you mean 'small'? Known: small."),
-        (["tiny", "--forecasts"], "--forecasts: only a study has it"),
+        (["tiny", "--forecasts"], "--forecasts: is for a study only, but"),
     ):
         assert main(["study", *words, *common]) == 2
         assert fault in capsys.readouterr().err
@@ -256,7 +257,7 @@ def test_the_command_runs_shows_and_reports(
     assert {name: Path(name).read_bytes() for name in files} == files, "report rebuilds the same bytes"
     assert main(["study", "tiny", "--verify", *common]) == 1
     out = capsys.readouterr().out
-    assert "6 of 6 records are what this program computes. Stacks that compute something else than" in out
+    assert "6 of 6 records are reproduced by this program. Stacks that differ from" in out
     assert "their configuration: tight." in out
     assert main(["report", "--json", *common]) == 0
     capsys.readouterr()

@@ -50,7 +50,7 @@ def test_faults_of_values_come_at_once() -> None:
         methods=[METHOD, METHOD | {"against": "nobody"}],
     )  # fmt: skip
     for start in (
-        "$: batch_size: 0", "$: seeds: [1, 2] must name at least 3", "$: tuning_seed: 0", "$: lrs: empty",
+        "$: batch_size: 0", "$: seeds: [1, 2] must be at least 3 seeds", "$: tuning_seed: 0", "$: lrs: empty",
         "$: horizons: [8] must contain num_steps (12)", "$: methods: 'slow_gradient' appears twice",
         "$: methods: 'slow_gradient' is compared with 'nobody'", "$: seq_len: 17 is above model.max_seq_len (16)",
     ):  # fmt: skip
@@ -60,14 +60,14 @@ def test_faults_of_values_come_at_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "start"),
     [
-        ({"seeds": [0, 1, 2, 2]}, "seeds: [0, 1, 2, 2] must name at least 3 seeds, none of them twice"),
+        ({"seeds": [0, 1, 2, 2]}, "seeds: [0, 1, 2, 2] must be at least 3 seeds, without repeats"),
         ({"horizons": []}, "horizons: empty"),
-        ({"horizons": [12]}, "horizons: [12] is no curve"),
+        ({"horizons": [12]}, "horizons: [12] needs"),
         ({"schedule": CONSTANT}, "validate_every: 0 must divide num_steps (12)"),
         ({"schedule": CONSTANT, "validate_every": 5}, "validate_every: 5 must divide"),
         ({"schedule": CONSTANT, "validate_every": 4, "horizons": [8]}, "horizons: [8] must reach num_steps (12)"),
-        ({"methods": [METHOD | {"name": "other"}]}, "methods: without 'slow_gradient' nothing is judged"),
-        ({"methods": [METHOD | {"seeds": [0, 7]}]}, "methods: 'slow_gradient' has seeds [7], 'adamw' has not"),
+        ({"methods": [METHOD | {"name": "other"}]}, "methods: 'slow_gradient' is missing; the claims are about it"),
+        ({"methods": [METHOD | {"seeds": [0, 7]}]}, "methods: 'slow_gradient' has seeds [7], which 'adamw' lacks"),
         ({"methods": [METHOD | {"disturbance": "data_shift"}]}, "methods: 'slow_gradient' has another disturbance"),
     ],
 )

@@ -13,7 +13,7 @@ from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.hybrid.forecast.catalogue import FORECASTERS
 from hybridtrain.reports.tables import MARKDOWN
-from hybridvalidation.child import Ended
+from hybridvalidation.child import ChildResult
 from hybridvalidation.records.store import append_line
 from hybridvalidation.study import forecast as study_forecast
 from hybridvalidation.study.forecast import (
@@ -103,12 +103,12 @@ def test_a_process_that_fails_leaves_what_ended(tmp_path: Path, monkeypatch: pyt
     study = study_of(**LONG)
 
     class Failing(InlineChild):
-        def wait(self) -> Ended[Any]:
+        def wait(self) -> ChildResult[Any]:
             seed = self._ended.answer.seed
             return replace(self._ended, answer=None, fault="no oracle") if seed == 1 else self._ended
 
     monkeypatch.setattr(study_forecast, "Child", Failing)
-    with pytest.raises(HybridTrainError, match=r"adamw .* seed 1 .* no record: .*oracle.*; finished runs are"):
+    with pytest.raises(HybridTrainError, match=r"adamw .* seed 1 .* failed: .*oracle.*; finished runs are"):
         score_study(study, with_losses(study), tmp_path, lambda _: None)
     assert [record.seed for record in read_forecasts(tmp_path)] == [0]
 
@@ -119,7 +119,7 @@ def test_a_run_without_losses_is_not_scored(tmp_path: Path, slow: list[float]) -
     assert score_study(study, finished(study, lambda _: 2.0), tmp_path, lambda _: None) == []
     assert slow == []
     assert not list(tmp_path.iterdir())
-    assert forecast_text([], MARKDOWN).startswith("No run to score: forecasts need the losses of at least 700 true")
+    assert forecast_text([], MARKDOWN).startswith("No run to score: forecasts need at least 700 true")
     assert write_forecasts(tmp_path) == []
 
 
@@ -149,7 +149,7 @@ def test_the_table_has_means_over_runs(tmp_path: Path) -> None:
     step_s = share / 0.25
     of_card = forecast_text(records, MARKDOWN, step_s)
     assert [line for line in of_card.splitlines() if "| ema" in line][4].split("|")[-2].strip() == "25.00"
-    assert f"4 x 1024 tokens, {1000 * step_s:.0f} ms, as if" in of_card
+    assert f"4 x 1024 tokens as {1000 * step_s:.0f} ms, without overlap" in of_card
     assert text.startswith("Smallest mean error over all horizons and 6 runs: ")
     (path,) = write_forecasts(tmp_path)
     assert path.read_text().startswith(f"# Forecasts of the loss\n\n{text}\n\nRecords: 6 by program ")

@@ -47,5 +47,5 @@ def test_what_is_at_its_default_leaves_keys_as_they_were(study: StudyFile) -> No
 
 
 def test_two_optimizers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="muon, slow: both take AdamW's place"):
+    with pytest.raises(ConfigError, match="muon, slow: both replace AdamW;"):
         study_of(methods=[METHOD, {"name": "both", "description": "-", "muon": {}, "slow": {}}])

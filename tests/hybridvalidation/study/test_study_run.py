@@ -11,7 +11,7 @@ import torch
 from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_toml
 from hybridtrain.errors import HybridTrainError, RecordError
-from hybridvalidation.child import Ended
+from hybridvalidation.child import ChildResult
 from hybridvalidation.records.store import append_line, read_lines
 from hybridvalidation.study import runner as study_runner
 from hybridvalidation.study import trials
@@ -106,7 +106,7 @@ def test_a_stopped_study_goes_on_where_it_was(
     path = record_path(folder / "results", "tiny")
     for words in (["--verify"], ["--rung", "small"]):
         assert command(folder, "study", "tiny", *words) == 2
-        assert f"{words[0]}: only a ladder has it" in capsys.readouterr().err
+        assert f"{words[0]}: is for a ladder only, but" in capsys.readouterr().err
     assert not here
     for count in (2, 7):  # within a stage, and over the end of one
         assert command(folder, "study", "tiny", "--max-runs", str(count - len(here))) == 0
@@ -143,7 +143,7 @@ def test_a_stopped_study_goes_on_where_it_was(
 
 def test_runs_before_a_crash_are_kept(tmp_path: Path, here: list[StudyRun], monkeypatch: pytest.MonkeyPatch) -> None:
     class Crashing(InlineChild):
-        def poll(self) -> Ended[Any]:
+        def poll(self) -> ChildResult[Any]:
             return replace(self._ended, answer=None, fault="out of paper") if len(here) == 5 else self._ended
 
     monkeypatch.setattr(study_runner, "Child", Crashing)
@@ -156,7 +156,7 @@ def test_runs_on_another_text_are_not_joined(tmp_path: Path, here: list[StudyRun
     study = study_of()
     (record,) = run_study(study, tmp_path, jobs=1, max_runs=1, say=lambda _: None).values()
     append_line(record_path(tmp_path, "tiny"), replace(record, corpus_digest="0123456789"))
-    with pytest.raises(RecordError, match="its runs had the text 01234567, this machine has"):
+    with pytest.raises(RecordError, match="its runs used the text 01234567, this machine has"):
         run_study(study, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
     assert len(here) == 1
 

@@ -150,7 +150,7 @@ def test_a_loss_without_skipped_steps_is_not_the_loss_at_the_stated_speed() -> N
     assert (enough.status, enough.decider) == (Status.HOLDS, None)
     unknown = verdicts(12.4, 12.5, 12.6, horizons=[6, 12, 48])[1]
     assert unknown.status is Status.UNPROVEN
-    assert "no run tells the loss at 1.6 times the speed" in unknown.reason
+    assert "no run measures the loss at 1.6 times the speed" in unknown.reason
 
 
 def test_stated_figures_of_a_loss() -> None:

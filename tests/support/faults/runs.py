@@ -2,13 +2,15 @@
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 
@@ -101,17 +103,7 @@ class Run:
         self, begin: Callable[[], None] = lambda: None, arguments: Sequence[str] | None = None, said: Path | None = None
     ) -> None:
         """Train by the user's command, whose exit code ends this process; ``begin`` runs just before."""
-        arguments = [*self.asked(), "--json"] if arguments is None else arguments
-        for number, path in ((1, Path(os.devnull)), (2, said or self.said)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-        begin()
-        try:
-            code = main(arguments)
-        except SystemExit as end:  # as the interpreter ends by it
-            code = int(end.code or 0)
-        sys.stderr.flush()
-        os._exit(code)
+        command([*self.asked(), "--json"] if arguments is None else arguments, begin=begin, said=said or self.said)
 
     @property
     def said(self) -> Path:
@@ -155,6 +147,30 @@ def corpus() -> Corpus:
     return corpus_of_documents({"a.txt": _TEXT}, name="fox", source="fox")
 
 
+def command(
+    arguments: Sequence[str], *, begin: Callable[[], None] = lambda: None, out: Path = Path(os.devnull), said: Path
+) -> NoReturn:
+    """Run the user's command in this process, a forked one, and end it with its exit code.
+
+    Args:
+        arguments: Of the command.
+        begin: Runs just before it.
+        out: Takes standard output.
+        said: Takes standard error.
+    """
+    for number, path in ((1, out), (2, said)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+    begin()
+    try:
+        code = main(arguments)
+    except SystemExit as end:  # as the interpreter ends by it
+        code = int(end.code or 0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 _IN_FILES: Final = (
     "open",
     "os.rename",
@@ -194,11 +210,16 @@ def _warm() -> None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run work in a forked child, which has everything imported already; return its process id.
+    """Run work in a forked child, which has everything imported already that runs need; return its process id."""
+    _warm()
+    return fork_now(work)
+
+
+def fork_now(work: Callable[[], None]) -> int:
+    """Run work in a forked child, which has what this process imported; return its process id.
 
     Its exit code is 0, or 1 after an exception, which it prints on the standard error of this process.
     """
-    _warm()
     sys.stdout.flush()
     sys.stderr.flush()
     torch.set_num_threads(1)  # else the child waits for threads that a fork leaves behind
@@ -212,6 +233,26 @@ def fork(work: Callable[[], None]) -> int:
         sys.stderr.flush()
         os._exit(1)
     os._exit(0)
+
+
+@contextmanager
+def forked(work: Callable[[], None]) -> Iterator[int]:
+    """Run work in a forked child while the block runs; yield its process id, and kill it at the end if it goes on."""
+    process = fork_now(work)
+    try:
+        yield process
+    finally:
+        if is_running(process):
+            os.kill(process, signal.SIGKILL)
+            ended(process)
+
+
+def is_running(process: int) -> bool:
+    """Return whether a child goes on; one that has ended is reaped, and its exit code lost."""
+    try:
+        return os.waitpid(process, os.WNOHANG) == (0, 0)
+    except ChildProcessError:
+        return False
 
 
 def go_unbroken(run: Run, work: Callable[[], None] | None = None) -> None:

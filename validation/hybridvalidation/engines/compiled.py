@@ -1,8 +1,8 @@
 """Memory of functions under ``torch.compile``: torch's own graphs, and Inductor's buffers for them.
 
-A virtual card runs eager code; recipes of others compile. Here torch traces the function and decomposes it as for
-Inductor. It cuts the joint graph into forward and backward (``torch._functorch.partitioners``), and so chooses what is
-saved and what is recomputed. Of each graph there exist in memory
+A virtual card runs eager code, but other trainers' recipes compile. Here torch traces the function, decomposes it as
+for Inductor, and partitions the joint graph into forward and backward (``torch._functorch.partitioners``), which
+decides what is saved and what is recomputed. Of each graph there exist in memory
 
     results of matrix products, attention and whatever else is no pointwise op, reduction or view
     results of reductions
@@ -47,7 +47,7 @@ _FUSED = frozenset(
         _ATEN.select_scatter, _ATEN.slice_scatter, torch.ops.prims.convert_element_type, torch.ops.prims.iota,
     }
 )  # fmt: skip
-"""Ops beside those tagged as pointwise that become a part of a kernel."""
+"""Further ops, not tagged pointwise, that Inductor fuses."""
 
 
 @torch.library.custom_op("hybridvalidation::boundary", mutates_args=())
@@ -88,7 +88,7 @@ def compiling(gpu: VirtualGpu) -> Iterator[None]:
 
 
 _NUMBERS = itertools.count(1)
-"""Of checkpointed calls in a graph: where one ends and another begins, something is saved."""
+"""Numbers of checkpointed calls in a graph: at the boundary of two calls something is saved."""
 _Known = dict[Any, Callable[..., Any]]
 _Maker = Callable[[Iterator[Tensor]], Tensor]
 
@@ -292,7 +292,7 @@ class _Kernels:
                 values[node] = values[node.all_input_nodes[0]]
             elif _role(node) == "view" and all(one in values for one in node.all_input_nodes):
                 values[node] = _call(node, values)
-        raise AssertionError("a graph ends with its output")
+        raise AssertionError("a graph without an output node")
 
     def _make(self, node: fx.Node, values: dict[fx.Node, Any], device: torch.device) -> None:
         if _role(node) == "extern":

@@ -17,6 +17,6 @@ def hf_config(model: ModelConfig) -> Any:
 
 
 def build_model(task: Task) -> Any:
-    """Return the model on the host, in the precision that its weights are kept in."""
+    """Return the model on the host, with weights in the task's precision."""
     dtype = torch.bfloat16 if task.precision == "bf16" else torch.float32
     return AutoModelForCausalLM.from_config(hf_config(task.model), dtype=dtype)

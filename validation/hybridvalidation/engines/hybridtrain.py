@@ -1,4 +1,4 @@
-"""This project's trainer under one of its stacks, which ``settings`` names and the task holds."""
+"""This project's trainer under the task's stack, named in ``settings``."""
 
 import math
 import tempfile
@@ -42,8 +42,8 @@ def train(task: Task) -> list[float]:
 
 
 def stack_and_plan(task: Task) -> tuple[Stack, MemoryPlan]:
-    """Return the stack and its plan, with micro-batches that divide the batch: tokens per step are equal for all."""
-    assert task.stack is not None, "found where the task was made"
+    """Return the stack and its plan, with micro-batches that divide the batch, so that tokens per step are equal."""
+    assert task.stack is not None, "a task without its stack"
     if task.micro_batches > 1:
         return task.stack, task.stack.plan(task.micro_batches)
     wanted = task.stack.plan().for_phase(Phase.FULL).grad_accum_steps

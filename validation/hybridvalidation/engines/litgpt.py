@@ -1,8 +1,8 @@
-"""LitGPT's fine-tuning (litgpt/finetune/lora.py, full.py): its model, its Fabric, its loss, a batch as long as any.
+"""LitGPT's fine-tuning (litgpt/finetune/lora.py, full.py): its model, Fabric and loss, all batches equally long.
 
-The loop is that script's: logits in chunks of 128 rows, gradients kept over micro-batches, AdamW after the last. What
-was otherwise when recorded figures were made is as it was then: embeddings are no StableEmbedding (added in October
-2024, #1770), and products with quantized weights are bitsandbytes 0.42's.
+The loop is that script's: logits in chunks of 128 rows, gradients kept over micro-batches, AdamW after the last. As in
+the version of the recorded figures: embeddings are no StableEmbedding (added in October 2024, #1770), and products with
+quantized weights are bitsandbytes 0.42's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ _NUM_STEPS = 2
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
-    """Return the peak of allocated bytes, and whether an allocation failed on the way."""
+    """Return the peak of allocated bytes, and whether an allocation failed."""
     settings = {**common, **config}
     name, length = settings["model"], settings["seq_len"]
     make = partial(FullConfig.from_name, name) if settings.get("lora") is None else partial(Config.from_name, name)
@@ -57,7 +57,7 @@ def train(task: Task) -> list[float]:
 def _shape(model: ModelConfig) -> dict[str, Any]:
     """Return a LLaMA as LitGPT's configurations describe it."""
     if model.family != "llama":
-        raise ValueError(f"family: '{model.family}' is not known to this engine; give it 'llama'")
+        raise ValueError(f"family: '{model.family}' is not supported by this engine; use 'llama'")
     return {
         "name": "llama", "block_size": model.max_seq_len, "n_layer": model.num_blocks, "n_embd": model.width,
         "vocab_size": model.vocab_size, "padded_vocab_size": model.vocab_size, "n_head": model.num_heads,

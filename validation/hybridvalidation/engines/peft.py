@@ -30,13 +30,14 @@ _EMPTY_EVERY = 10
 _BUCKET = 20
 """Batches."""
 _SPANS = (range(1), range(1, 5), range(5, 10), range(10, 11), range(11, 15), range(15, 20))
-"""Batches of a bucket that one step of their mean length represents; the longest after an emptied cache are alone."""
+"""Batches of a bucket per simulated step, of their mean length; the longest ones after an emptied cache are simulated
+singly."""
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
-    """Return end-of-step allocated and reserved bytes, averaged, the largest reserved bytes, and seconds of a step.
+    """Return mean allocated and reserved bytes at the end of steps, peak reserved bytes, and seconds per step.
 
-    The seconds are those of a step of the mean length.
+    The seconds are for a step of mean length.
     """
     settings = {**common["train"], **config.get("train", {})}
     lengths = bucket_lengths(common["tokens_per_sample"], common["spread"], settings["batch_size"])
@@ -97,7 +98,7 @@ def _quantized(task: Task, settings: Mapping[str, Any]) -> Any:
 def bucket_lengths(tokens_per_sample: float, spread: float, batch_size: int) -> list[int]:
     """Return the padded lengths of a bucket's batches, long to short.
 
-    Lengths of samples are taken as log-normal; a bucket holds its quantiles, a batch is as long as its longest.
+    Sample lengths are assumed log-normal; a bucket has their quantiles, a batch the length of its longest.
 
     >>> bucket_lengths(210, 0.3, 4)[::5]
     [425, 247, 198, 158]

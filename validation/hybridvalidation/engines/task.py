@@ -19,7 +19,7 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "peft": ("torch", "transformers", "accelerate", "peft"),
     "litgpt": ("torch", "lightning", "litgpt"),
 }
-"""A file of this folder by its name, and the packages that it always needs."""
+"""Engines: file name in this folder -> packages that it always needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,21 +29,21 @@ class Task:
     engine: str
     model: ModelConfig
     workload: BatchWorkload
-    """Of one optimizer step."""
+    """Batch of one optimizer step."""
     micro_batches: int = 1
-    """Parts of equal size that the batch is cut into."""
+    """Number of equal micro-batches of the batch."""
     precision: Precision = "bf16"
     config: str = "{}"
-    """JSON, in the words of the engine."""
+    """Settings as JSON, with the engine's own names."""
     stack: Stack | None = None
-    """Of our own engine."""
+    """Stack of our own engine."""
     num_steps: int = 2
-    """The first makes the optimizer's state, the second runs beside it."""
+    """Steps: the first creates the optimizer's state, the second runs with it."""
     device: Literal["cuda", "cpu"] = "cuda"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """``config`` as data."""
+        """The parsed ``config``."""
         found: dict[str, Any] = json.loads(self.config)
         return found
 
@@ -54,7 +54,7 @@ class Task:
 
     @property
     def sample(self) -> list[int]:
-        """Tokens of a sequence; all are equal, so that a model that learns is distinguishable."""
+        """Tokens of the sequence, which is always the same, so that learning shows."""
         return [13 * place % self.model.vocab_size for place in range(self.workload.seq_len)]
 
     @property

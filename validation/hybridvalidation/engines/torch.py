@@ -1,8 +1,8 @@
 """A plain PyTorch loop around transformers' model: no trainer, the optimizer by its name.
 
-Settings: ``optimizer`` (a dotted path: of torch.optim, torchao.optim, bitsandbytes.optim), ``arguments`` of it
-(``optimizer_class`` among them is a path too), ``gradient_checkpointing``, and ``update_in_backward``: an optimizer for
-each parameter, stepped as soon as its gradient is there; one micro-batch
+Settings: ``optimizer`` (a dotted path in torch.optim, torchao.optim or bitsandbytes.optim), its ``arguments``
+(``optimizer_class`` is a path too), ``gradient_checkpointing``, and ``update_in_backward``: one optimizer per
+parameter, stepped as soon as its gradient exists, with one micro-batch
 (pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html).
 """
 

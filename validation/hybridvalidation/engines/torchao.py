@@ -1,6 +1,6 @@
 """torchao's benchmark of its optimizers (benchmarks/benchmark_low_bit_adam.py): a vision transformer of timm.
 
-The loop is that script's: batches of pictures of one size, one step each; the figure is what it prints at the end.
+The loop is that script's: batches of equally sized images, one step each; the figure is its final output.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ _LOW_BIT = "torchao.prototype.low_bit_optim"
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
-    """Return the peak of allocated bytes, and whether an allocation failed on the way."""
+    """Return the peak of allocated bytes, and whether an allocation failed."""
     gpu = VirtualGpu(find_card(card))
     with suppress(torch.OutOfMemoryError), gpu, compiling(gpu):
         _train({**common, **config})

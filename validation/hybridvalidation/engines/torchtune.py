@@ -1,7 +1,6 @@
 """torchtune's own recipes (recipes/full_finetune_single_device.py, lora_finetune_single_device.py), run as they are.
 
-Replaced is only what reads files: weights are random, batches are full, nothing is saved. The peak is what the recipe
-itself logs.
+Only file access is replaced: weights are random, batches full, nothing is saved. The peak is the recipe's own log.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,7 @@ _CLASSES = {
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
-    """Return the largest of the recipe's own peaks, one for each step."""
+    """Return the largest of the peaks that the recipe logs per step."""
     gpu = VirtualGpu(find_card(config.get("card", card)))
     Log.peaks.clear()
     with suppress(torch.OutOfMemoryError), gpu, compiling(gpu):

@@ -15,7 +15,7 @@ def train(task: Task) -> list[float]:
 
 
 def run_trainer(task: Task, model: Any, settings: dict[str, Any]) -> list[float]:
-    """Give a model to the Trainer with its own settings, and run the steps."""
+    """Train a model by the Trainer with the task's settings."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(**common_arguments(task, folder) | settings)
         samples = [{"input_ids": task.sample, "labels": task.sample}] * (task.workload.batch_size * task.num_steps)
@@ -25,7 +25,7 @@ def run_trainer(task: Task, model: Any, settings: dict[str, Any]) -> list[float]
 
 
 def common_arguments(task: Task, folder: str) -> dict[str, Any]:
-    """Return every run's arguments: the tokens of a step, its precision, nothing saved and nothing reported."""
+    """Return the common arguments: batch, precision, no saving and no reporting."""
     return {
         "output_dir": folder, "per_device_train_batch_size": task.micro_batch_size,
         "gradient_accumulation_steps": task.micro_batches, "max_steps": task.num_steps,

@@ -1,1 +1,1 @@
-"""Experiments, one file each: their cases, their records, and the rows that tables are made of."""
+"""Experiments, one file each: their cases, records, and table rows."""

@@ -88,19 +88,17 @@ def _windows(spec: AccuracySpec, corpus: Corpus) -> Iterator[tuple[torch.Tensor,
         yield torch.from_numpy(batch.token_ids_BT), torch.from_numpy(batch.target_ids_BT)
     if found < spec.validation_batches:
         raise DataError(
-            f"accuracy.validation_batches: {spec.validation_batches} asked, {corpus.name} holds {found}; lower it, or "
-            "validate on a longer corpus"
+            f"accuracy.validation_batches: {spec.validation_batches} requested, but {corpus.name} has {found}; lower "
+            f"it, or validate on a longer corpus"
         )
 
 
 def accumulation_difference(spec: AccuracySpec, plan: MemoryPlan, corpus: Corpus) -> float | None:
     """Return the difference of final weights between accumulated and large-batch training, over the weights' norm.
 
-    None for a plan that accumulates nothing or does not keep fp32 weights on the device. The first seed of ``spec`` is
-    trained, without dropout: its random numbers belong to a micro-batch.
-
-    In exact arithmetic the two are the same: the mean of equal micro-batches' mean losses is the batch's mean loss. In
-    floating point the sums have another order, and AdamW carries the differences on.
+    None without accumulation, or without fp32 weights on the device. The first seed of ``spec`` is trained, without
+    dropout, whose random numbers differ by micro-batch. In exact arithmetic both are equal; in floating point the order
+    of sums differs, and AdamW propagates the differences.
     """
     table = plan.for_phase(Phase.FULL)
     accum_steps = table.grad_accum_steps

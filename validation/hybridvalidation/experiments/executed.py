@@ -1,6 +1,6 @@
-"""``hybridtrain execute``: real training on the CPU, every byte of the card counted, beside the dry run of it.
+"""``hybridtrain execute``: real training on the CPU with all card memory counted, compared with its dry run.
 
-Of several ranks each is a process of its own, and they meet on gloo.
+Several ranks are processes that communicate by gloo.
 """
 
 import shutil
@@ -43,12 +43,12 @@ from hybridvalidation.records.store import append_record, read_lines
 
 _FILE = "executed.jsonl"
 _Event = tuple[int, int, str, str, int]
-"""Storage or ~storage, its bytes, class and unit, and the step, 0 while the model is built."""
+"""(storage or ~storage, bytes, class, unit, step); step 0 is the construction of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutedJob:
-    """Key of an executed run; the newest of equal ones counts."""
+    """Job of an executed run; of equal jobs the newest record counts."""
 
     model: str
     shape: ModelConfig
@@ -57,7 +57,7 @@ class ExecutedJob:
     micro_batch_size: int
     seq_len: int
     phases: tuple[str, ...]
-    """Of each step."""
+    """Phase of each step."""
     lr: float
     seed: int
 
@@ -74,12 +74,12 @@ class ExecutedStep:
     step: int
     """True steps done."""
     loss: float | None
-    """Nats per token, mean over the micro-batches, before the step's update; None in PREDICT."""
+    """Nats per token, mean over micro-batches, before the update; None in PREDICT."""
     grad_norm: float | None
     """Global L2 norm before clipping."""
     seconds: float
     device_peak_bytes: int
-    """Most bytes at once that a card would have held."""
+    """Peak bytes that a card would have held."""
     planned_device_peak_bytes: int
     phase: str = Phase.FULL.value
     predicted_steps: float = 0.0
@@ -87,7 +87,7 @@ class ExecutedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierPeaks:
-    """Peak bytes, the building of the model included."""
+    """Peak bytes by tier, including construction of the model."""
 
     device_bytes: int
     host_bytes: int
@@ -97,7 +97,7 @@ class TierPeaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutedRank:
-    """Result of one process; fields are those of the run."""
+    """Result of one rank; fields as in the run."""
 
     rank: int
     build_s: float
@@ -111,7 +111,7 @@ class ExecutedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutedRun(Record):
-    """One run on the CPU, and the dry run of the same steps."""
+    """A run on the CPU, with the dry run of its steps."""
 
     model: str
     shape: ModelConfig
@@ -122,25 +122,25 @@ class ExecutedRun(Record):
     seq_len: int
     accum_steps: int
     lr: float
-    """Constant, no warm-up."""
+    """Learning rate, constant without warm-up."""
     seed: int
     corpus: str
     corpus_digest: str
     evidence: Evidence = Evidence.EXECUTED
     build_s: float
-    """Of the run's duration: drawing the initial weights."""
+    """Seconds of drawing the initial weights, part of the run's duration."""
     num_threads: int
     steps: tuple[ExecutedStep, ...]
     executed: TierPeaks
     planned: TierPeaks
     process_peak_bytes: int
-    """Largest resident set of the whole process: tensors of every tier but the disk, Python, torch."""
+    """Peak resident memory of the process: tensors of all tiers but disk, Python, torch."""
     num_events: int
-    """Allocations and releases of the execution."""
+    """Number of allocations and releases in the execution."""
     difference: str
-    """First place in which the dry run differs from the execution; empty: nowhere."""
+    """First difference between dry run and execution; empty: none."""
     ranks: tuple[ExecutedRank, ...] = ()
-    """Of several ranks each; peaks and steps above are then of the one that held the most, events of all."""
+    """Results per rank; peaks and steps above are then of the rank with the highest peak, events of all."""
 
     def faults(self) -> list[str]:
         """Return inconsistencies of the content."""
@@ -153,7 +153,7 @@ class ExecutedRun(Record):
 
     @property
     def is_equal(self) -> bool:
-        """Whether the dry run counted what the execution held, event by event."""
+        """Whether dry run and execution are equal, event by event."""
         return not self.difference
 
 
@@ -163,7 +163,7 @@ def append_executed(records: Path, run: ExecutedRun) -> Path:
 
 
 def read_executed(records: Path) -> list[ExecutedRun]:
-    """Return all runs, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all runs, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / _FILE, ExecutedRun)
 
 
@@ -172,23 +172,23 @@ class ExecuteSpec:
     """Specification of a run."""
 
     model: str
-    """For the record: a preset, or the name of a shape."""
+    """Name for the record: a preset, or the name of a shape."""
     shape: ModelConfig
     stack: Stack
     grad_accum_steps: int | None = None
-    """Of a step; None: the stack's."""
+    """Micro-batches per step; None: the stack's."""
     workload: Workload
     num_steps: int
-    """Optimizer steps; of a cycle phase steps, PREDICT included."""
+    """Optimizer steps; with a cycle phase steps, PREDICT included."""
     lr: float
     seed: int = 0
     disk_folder: Path | None = None
     host_limit_bytes: int | None = None
-    """Host memory for offloaded tensors; None: what the machine has available."""
+    """Host memory for offloaded tensors; None: available memory."""
     runs_cycle: bool = False
-    """Whether WARMUP, FULL, PREDICT and CORRECT follow one another; the stack keeps a slow average."""
+    """Whether WARMUP, FULL, PREDICT and CORRECT alternate; needs a stack with a slow average."""
     world: int = 1
-    """Ranks, a process each."""
+    """Number of ranks, one process each."""
 
     @property
     def plan(self) -> MemoryPlan:
@@ -227,19 +227,16 @@ class RankJob:
     spec: ExecuteSpec
     rank: int
     meeting: Path
-    """File through which the ranks find each other."""
+    """File for the rendezvous of the ranks."""
 
 
 def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> ExecutedRun:
     """Dry-run the steps, train them and compare; report each step.
 
     Raises:
-        ConfigError: the workload does not suit the model, the plan not the ranks, or the plan uses the disk and no
-            folder was named.
-        HostMemoryError, DiskSpaceError: the machine holds less than planned; nothing was built.
-        DivergenceError: the loss is no number any more.
-        DataError: the corpus is shorter than a sequence.
-        RankError: One of several ranks failed.
+        ConfigError: the workload does not fit the model, the plan does not fit the ranks, or the disk tier has no
+        folder. HostMemoryError, DiskSpaceError: the machine has less than planned; nothing was built. DivergenceError:
+        the loss is not finite. DataError: the corpus is shorter than a sequence. RankError: a rank failed.
     """
     check_workload(spec.shape, spec.workload)
     header = begin_header()  # now: nobody edits the sources that are loaded
@@ -275,7 +272,7 @@ def _execute_ranks(spec: ExecuteSpec, say: Callable[[str], None]) -> list[Execut
         found = []
         for job, ended in run_side_by_side(jobs, _start_rank, spec.world):
             if ended.answer is None:
-                raise RankError(f"rank {job.rank} of {spec.world}: {ended.fault}; the others were stopped.")
+                raise RankError(f"rank {job.rank} of {spec.world}: {ended.fault}; the other ranks were stopped.")
             found.append(ended.answer)
     return sorted(found, key=lambda rank: rank.rank)
 
@@ -285,7 +282,7 @@ def _start_rank(job: RankJob) -> Child[ExecutedRank]:
 
 
 def execute_in_child(job: RankJob) -> ExecutedRank:
-    """Execute one rank, whose process this is."""
+    """Execute one rank in this process."""
     torch.set_num_threads(1)
     device, spec = torch.device("cpu"), job.spec
     group = TorchGroup.open(device, init_method=f"file://{job.meeting}", rank=job.rank, world=spec.world)
@@ -366,15 +363,15 @@ def _check_room(spec: ExecuteSpec, planned: TierPeaks) -> None:
     if limit is not None and host_bytes > limit:
         raise HostMemoryError(
             f"host memory: {spec.model} under '{spec.stack.name}' offloads {format_bytes(host_bytes)} "
-            f"(planned), {format_bytes(limit)} are allowed; raise --host-limit-gib, or choose a stack with disk tiers "
-            f"or 8-bit weights and state."
+            f"(planned), {format_bytes(limit)} are allowed; raise --host-limit-gib, or choose a stack with a disk "
+            f"tier, or 8-bit weights and state."
         )
     total = host_bytes + device_bytes
     if available is not None and total > available:
         raise HostMemoryError(
-            f"memory: an execution holds the card's tensors in this machine's memory too, {format_bytes(total)} in all "
-            f"(planned), {format_bytes(available)} are available; close other programs, choose a smaller model or "
-            f"workload, or a stack that moves more to disk. A dry run needs none of it."
+            f"memory: the run needs {format_bytes(total)} on this machine, card tensors included (planned), "
+            f"{format_bytes(available)} are available; close other programs, choose a smaller model or workload, or a "
+            f"stack that offloads more to disk. A dry run needs no such memory."
         )
     if disk_bytes:
         _check_disk(spec, disk_bytes)
@@ -384,13 +381,13 @@ def _check_disk(spec: ExecuteSpec, num_bytes: int) -> None:
     folder = spec.disk_folder
     if folder is None:
         needs = f"stack '{spec.stack.name}' keeps {format_bytes(num_bytes)} (planned)"
-        raise ConfigError("--disk", [f"{needs} on disk; name a folder: --disk FOLDER"])
+        raise ConfigError("--disk", [f"{needs} on disk; give --disk FOLDER"])
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if num_bytes > free:
         raise DiskSpaceError(
             f"{folder}: stack '{spec.stack.name}' keeps {format_bytes(num_bytes)} (planned) on disk, "
-            f"{format_bytes(free)} are free; free some, or name a folder on a larger disk (--disk)."
+            f"{format_bytes(free)} are free; free disk space, or choose a folder on a larger disk (--disk)."
         )
 
 
@@ -411,9 +408,9 @@ def _peaks_text(peaks: TierPeaks) -> str:
 
 
 def first_difference(planned: LedgerTrace, executed: LedgerTrace) -> str:
-    """Return a sentence on the first event that differs between a dry run and a run; empty without one.
+    """Return a sentence on the first event that differs between dry run and execution; empty: none.
 
-    Compared are every allocation and release in order, each with bytes, class, unit and step.
+    All allocations and releases are compared in order, with bytes, class, unit and step.
     """
     for number, (plan, run) in enumerate(zip_longest(_events(planned), _events(executed))):
         if plan != run:
@@ -437,5 +434,5 @@ def _event_text(event: _Event | None) -> str:
     storage, size, tensor_class, unit, step = event
     action = "allocates" if storage >= 0 else "releases"
     owner = f" of {unit}" if unit else ""
-    when = f"in step {step}" if step else "while the model is built"
+    when = f"in step {step}" if step else "during construction of the model"
     return f"{action} {format_bytes(size)} ({size} bytes) of {tensor_class}{owner} {when}"

@@ -1,4 +1,4 @@
-"""The same trainer on a CUDA card, under a hard cap of the scenario card's size."""
+"""The trainer on a CUDA card, capped at the scenario card's memory."""
 
 import tempfile
 import time
@@ -24,15 +24,15 @@ from hybridtrain.virtual_gpu.cards.card import Card
 from hybridvalidation.records.stack_run import MeasuredFigures
 
 _WARMUP_STEPS = 2
-"""The first allocates the optimizer state, the second finds the allocator's cache filled; neither is timed."""
+"""Untimed steps: the first allocates the optimizer state, the second fills the allocator's cache."""
 _COUNTED_STEPS = 5
 _LEAST_FREE = 0.9
-"""Share of a cap that must be free: a desktop on the card takes a little, another run takes much."""
+"""Share of the cap that must be free: a desktop uses a little, another run much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """One optimizer step on the card; its peaks are its own."""
+    """One optimizer step on the card, with its own peaks."""
 
     step: int
     loss: float
@@ -45,12 +45,12 @@ class MeasuredStep:
 class DeviceUse:
     """Bytes of a card used by this process outside torch's allocator: CUDA context, kernels, libraries.
 
-    NVML reads the whole card before this process touches it and again at the end; the difference is this process' own.
-    Where it does not answer, the card is taken to be used by nobody else.
+    NVML reads the whole card before this process uses it and at the end; the difference is this process's. Without NVML
+    the card counts as unused by others.
 
     Args:
         device: The card.
-        used_before_bytes: Of the whole card, read by someone before this process used it; None: read it now.
+        used_before_bytes: Used memory of the whole card before this process; None: read it now.
     """
 
     def __init__(self, device: torch.device, used_before_bytes: int | None = None) -> None:
@@ -64,7 +64,7 @@ class DeviceUse:
             self._reader = None
 
     def outside_bytes(self) -> int:
-        """Return the bytes now used and not reserved by torch's allocator."""
+        """Return the used bytes that torch's allocator has not reserved."""
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         used = total - free if self._reader is None else self._reader.read().used_bytes - self._before
@@ -82,8 +82,7 @@ def measure_on_cuda(
     """Train a few steps and read the allocator.
 
     Raises:
-        torch.OutOfMemoryError: the cap refuses a request.
-        ConfigError: other programs leave less of the card than the cap, so that nothing would be learned of it.
+        torch.OutOfMemoryError: a request exceeds the cap. ConfigError: other programs leave less memory than the cap.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     use = DeviceUse(device)
@@ -117,7 +116,7 @@ def measure_on_cuda(
 
 
 def cap_memory(device: torch.device, cap_bytes: int) -> int:
-    """Cap torch's allocator at ``cap_bytes``, or at the free bytes where these are a little less; return the cap.
+    """Cap torch's allocator at ``cap_bytes``, or at slightly fewer free bytes; return the cap.
 
     Raises:
         ConfigError: less than nine tenths of it are free.
@@ -125,8 +124,8 @@ def cap_memory(device: torch.device, cap_bytes: int) -> int:
     free, total = torch.cuda.mem_get_info(device)
     if free < _LEAST_FREE * cap_bytes:
         fault = (
-            f"{format_bytes(free)} are free of {format_bytes(total)}, less than the {format_bytes(cap_bytes)} that the "
-            f"run may take; end the other programs on the card"
+            f"{format_bytes(free)} are free of {format_bytes(total)}, less than the run's cap of "
+            f"{format_bytes(cap_bytes)}; end other programs on the card"
         )
         raise ConfigError("CUDA card", [fault])
     cap = min(cap_bytes, free)
@@ -135,7 +134,7 @@ def cap_memory(device: torch.device, cap_bytes: int) -> int:
 
 
 def run_step(trainer: Trainer, batches: Sequence[TokenBatch], device: torch.device) -> MeasuredStep:
-    """Run one step from an idle card to an idle card; its peaks begin with what is held before it."""
+    """Run one step, synchronized before and after; peaks include memory held before it."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     begin = time.perf_counter()

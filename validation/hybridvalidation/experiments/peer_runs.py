@@ -16,7 +16,7 @@ from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
-from hybridtrain.virtual_gpu.facade.estimate import boundless
+from hybridtrain.virtual_gpu.facade.estimate import with_unlimited_memory
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridvalidation.engines import hybridtrain as ours
 from hybridvalidation.engines.task import Task, train
@@ -28,7 +28,7 @@ _COUNTED_STEPS = 5
 
 
 def work(job: PeerJob) -> PeerFigures:
-    """Run one row; the child's side."""
+    """Run one row, in the child process."""
     if job.evidence is Evidence.PLANNED:
         return plan(
             job.task, job.card.resolve(), job.host, AllocatorConfig(expandable_segments=job.expandable_segments)
@@ -41,14 +41,14 @@ def work(job: PeerJob) -> PeerFigures:
 
 
 def plan(task: Task, card: Card, host: Host, allocator: AllocatorConfig | None = None) -> PeerFigures:
-    """Run two steps on the virtual card; where they do not fit, report the place and the need on a larger one."""
+    """Run two steps on the virtual card; if they do not fit, report where, and the need on a larger card."""
     if task.stack is not None:  # our own: a dry run, which knows host, disk and the copies between
         run = ours.run_dry(task, card, host)
-        shortage = _told(run.oom) if run.oom is not None else "" if run.fits else "host memory or disk is too small"
+        shortage = _told(run.oom) if run.oom is not None else "" if run.fits else "too little host memory or disk space"
         return _figures(run, shortage, host_peak_bytes=run.host_peak_bytes, num_params=run.num_params)
     gpu, shortage = _on_virtual_card(task, card, host, allocator)
     if shortage:
-        gpu, _ = _on_virtual_card(task, boundless(card), Host(), allocator)
+        gpu, _ = _on_virtual_card(task, with_unlimited_memory(card), Host(), allocator)
     found = _figures(gpu.report(), shortage, host_peak_bytes=gpu.host_peak_bytes, num_params=gpu.num_params)
     return replace(found, without_gradient=len(gpu.without_gradient))
 
@@ -57,12 +57,14 @@ def execute(task: Task) -> PeerFigures:
     """Train for real on the CPU.
 
     Raises:
-        DivergenceError: A loss is no number, or the last one is not below the first: it does not train.
+        DivergenceError: a loss is not finite, or the last one is not below the first.
     """
     torch.manual_seed(0)  # random weights, the same for every recipe of an engine
     losses = train(task)
     if not (len(losses) == task.num_steps and all(map(math.isfinite, losses)) and losses[-1] < losses[0]):
-        raise DivergenceError(f"losses {losses} of {task.num_steps} steps must be finite and fall; see the recipe")
+        raise DivergenceError(
+            f"losses {losses} of {task.num_steps} steps must be finite and decrease; check the recipe"
+        )
     return PeerFigures(losses=tuple(losses))
 
 

@@ -1,4 +1,4 @@
-"""``hybridtrain peers``: other trainers beside this one on the same tokens and the same card, in one table."""
+"""``hybridtrain peers``: other trainers compared with this one on the same tokens and card, in one table."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
@@ -14,10 +13,10 @@ from hybridtrain.config.rules import repeated
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.models.model_config import BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
-from hybridtrain.reports.tables import TERMINAL
+from hybridtrain.reports.tables import TERMINAL, table_with_notes
 from hybridtrain.units import format_seconds, to_gib
 from hybridtrain.virtual_gpu.cards.card import Host
-from hybridvalidation.child import ONE_THREAD, Child, Ended
+from hybridvalidation.child import ONE_THREAD, Child, ChildResult
 from hybridvalidation.engines.task import ENGINES, Precision, Task
 from hybridvalidation.experiment import Experiment, child_header, in_children, missing_package, versions_of
 from hybridvalidation.records.asked import key_of, plan_figures, values_of
@@ -28,12 +27,12 @@ from hybridvalidation.scenario import CardSpec
 from hybridvalidation.scenario_files import ScenarioFiles
 
 KINDS = (Evidence.PLANNED, Evidence.MEASURED, Evidence.EXECUTED)
-"""A file of records for each."""
+"""File of records of each scenario."""
 _LIMIT_S = 1800.0
 _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-"""torchao compiles its update for minutes, for a step of a tiny model, and a virtual card runs eager code anyway."""
+"""Disable compilation: torchao compiles its update for minutes, and a virtual card runs eager code anyway."""
 _HEADERS = (
-    "engine", "recipe", "peak GiB", "reserved GiB", "host GiB", "fits", "step time", "tokens/s", "bottleneck",
+    "recipe", "fits", "reserved GiB", "tokens/s", "host GiB", "bottleneck", "allocated GiB", "step time",
     "evidence", "remark",
 )  # fmt: skip
 
@@ -46,28 +45,28 @@ class PeerRun:
     engine: str
     """File of ``engines/``."""
     config: str = "{}"
-    """JSON, in the words of the engine; what each takes stands at the top of its file."""
+    """Settings as JSON, with the engine's own names (see its file's docstring)."""
     precision: Precision | None = None
-    """None: the scenario's."""
+    """Card; None: the scenario's."""
     micro_batches: int = 1
-    """Parts that the batch is cut into; our stacks have their own number."""
+    """Number of micro-batches; our stacks have their own."""
     expandable_segments: bool = False
-    """Whether torch's allocator grows its segments (``PYTORCH_ALLOC_CONF``); not for our stacks."""
+    """Whether to use expandable segments (``PYTORCH_ALLOC_CONF``); not for our stacks."""
     needs: tuple[str, ...] = ()
-    """Packages beside those that the engine always needs."""
+    """Packages in addition to the engine's."""
     remark: str = ""
     """Remark on its row."""
     left_out: str = ""
-    """Why it is not run, and stands in the table all the same."""
+    """Reason for not running it; the table lists it with the reason."""
 
     def __post_init__(self) -> None:
         faults = []
         if self.engine not in ENGINES and not self.left_out:
             faults.append(f"engine: {unknown_name('engine', self.engine, ENGINES)}")
         if self.micro_batches < 1:
-            faults.append(f"micro_batches: {self.micro_batches} must be at least 1; give the parts of a batch")
+            faults.append(f"micro_batches: {self.micro_batches} must be at least 1")
         if self.expandable_segments and self.engine == "hybridtrain":
-            faults.append("expandable_segments: our own stacks are planned without; leave it out")
+            faults.append("expandable_segments: our own stacks are planned without it; remove it")
         faults += self._config_faults()
         if faults:
             raise ValueError("\n".join(faults))
@@ -79,7 +78,7 @@ class PeerRun:
 
     @property
     def stack(self) -> str | None:
-        """Name of the stack, of our own engine."""
+        """Name of the stack, for our own engine."""
         found: object = json.loads(self.config).get("stack")
         return found if self.engine == "hybridtrain" and isinstance(found, str) else None
 
@@ -101,7 +100,7 @@ class PeerFile:
 
     title: str
     description: str = ""
-    """Common settings of all rows, and remarks."""
+    """Remarks on common settings of all rows."""
     model: ModelSpec | None = None
     card: CardSpec | None = None
     workload: BatchWorkload | None = None
@@ -111,7 +110,7 @@ class PeerFile:
 
     def __post_init__(self) -> None:
         names = [run.id for run in self.runs]
-        faults = [f"runs: '{name}' is there twice; give each its own id" for name in repeated(names)]
+        faults = [f"runs: id '{name}' appears twice; make ids unique" for name in repeated(names)]
         if self.workload is not None:
             faults += _cut_faults(self.runs, self.workload.batch_size)
         if faults:
@@ -120,7 +119,7 @@ class PeerFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerScenario:
-    """A file with all keys filled."""
+    """A scenario of peers with all keys resolved."""
 
     name: str
     title: str
@@ -154,7 +153,7 @@ class PeerJob:
 
     @property
     def key(self) -> str:
-        """Digest of all values that decide the result: names and descriptions do not."""
+        """Digest of all values that affect the result, without names and descriptions."""
         task, stack = self.task, self.task.stack
         choices = {
             "evidence": self.evidence.value, "engine": task.engine, "config": "" if stack else task.config,
@@ -172,21 +171,21 @@ class PeerFigures:
     """Figures of a run. An executed run has no bytes or times, as no card was there."""
 
     num_params: int = 0
-    """Elements of parameters as they are stored: with adapters, a tied weight once, two 4-bit weights as one byte."""
+    """Stored parameter elements: with adapters, a tied weight once, two 4-bit weights per byte."""
     peak_allocated_bytes: int = 0
-    """Of a run that does not fit: what it would take of a larger card. As the next two."""
+    """Allocated bytes needed on a larger card, if the run does not fit; the next two likewise."""
     peak_reserved_bytes: int = 0
     host_peak_bytes: int = 0
     fits: bool = False
     shortage: str = ""
-    """Exhausted memory, and the place in the step."""
+    """Which memory is exhausted, and at which point of the step."""
     step_time_s: float = 0.0
     bound: str = ""
     """Bottleneck of a planned step."""
     losses: tuple[float, ...] = ()
-    """Of each step that was computed."""
+    """Loss of each computed step."""
     without_gradient: int = 0
-    """Trainable parameters that got no gradient: a part of the model did not run."""
+    """Trainable parameters without a gradient: part of the model did not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +196,7 @@ class PeerRecord(Record):
     run: str
     figures: PeerFigures | None
     packages: Mapping[str, str]
-    """Version of each package that it needs."""
+    """Versions of its packages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,12 +208,12 @@ class Row:
     records: Mapping[Evidence, PeerRecord]
 
     def figures(self, evidence: Evidence) -> PeerFigures | None:
-        """Return the figures of a kind of run, None where it was not made or failed."""
+        """Return the figures of a kind of run; None if missing or failed."""
         record = self.records.get(evidence)
         return None if record is None or record.outcome is not Outcome.OK else record.figures
 
     def tokens_per_s(self, figures: PeerFigures) -> float | None:
-        """Return tokens per second; None where the step was not timed."""
+        """Return tokens per second; None without a step time."""
         return self.tokens_per_step / figures.step_time_s if figures.step_time_s else None
 
     def why(self, evidence: Evidence) -> str:
@@ -231,7 +230,7 @@ def read_peers(files: ScenarioFiles, only: str | None = None) -> dict[str, PeerS
     """Return scenarios by name, all or one.
 
     Raises:
-        ConfigError: No such scenario, or a faulty file.
+        ConfigError: an unknown scenario, or an invalid file.
     """
     folder = files.folder / "peers"
     names = sorted(path.stem for path in folder.glob("*.toml"))
@@ -241,7 +240,7 @@ def read_peers(files: ScenarioFiles, only: str | None = None) -> dict[str, PeerS
 
 
 def jobs_of(scenario: PeerScenario, files: ScenarioFiles, kinds: Sequence[Evidence]) -> list[PeerJob]:
-    """Return the jobs of each row that is not left out."""
+    """Return the jobs of each row that is not skipped."""
     return [
         PeerJob(
             scenario=scenario.name, run=run.id, evidence=kind, card=scenario.card, host=scenario.host,
@@ -255,7 +254,7 @@ def jobs_of(scenario: PeerScenario, files: ScenarioFiles, kinds: Sequence[Eviden
 
 
 def _task(scenario: PeerScenario, run: PeerRun, files: ScenarioFiles) -> Task:
-    assert run.precision is not None, "given to each when the file was read"
+    assert run.precision is not None, "a run without a card"
     return Task(
         engine=run.engine, model=scenario.model.resolve(), workload=scenario.workload, config=run.config,
         micro_batches=run.micro_batches, precision=run.precision,
@@ -267,7 +266,7 @@ def _read(path: Path, files: ScenarioFiles) -> PeerScenario:
     file = load_toml(PeerFile, path)
     base = files.scenario(path.stem) if path.stem in files.scenario_names() else None
     missing = [name for name in ("model", "card", "workload") if getattr(file, name) is None and base is None]
-    faults = [f"{name}: missing; give it, for there is no scenarios/{path.name} to take it from" for name in missing]
+    faults = [f"{name}: missing, and there is no scenarios/{path.name} to inherit it from; add it" for name in missing]
     runs = file.runs
     if base is not None:
         faults += _cut_faults(runs, (file.workload or base.workload).batch_size)
@@ -294,7 +293,7 @@ def _of_stack(stack: str) -> PeerRun:
 
 def _cut_faults(runs: Iterable[PeerRun], batch_size: int) -> list[str]:
     return [
-        f"runs: '{run.id}': micro_batches: {run.micro_batches} must divide the batch ({batch_size}); take a divisor"
+        f"runs: '{run.id}': micro_batches: {run.micro_batches} must divide the batch ({batch_size})"
         for run in runs
         if batch_size % run.micro_batches
     ]
@@ -321,8 +320,8 @@ def start_run(job: PeerJob) -> Child[PeerFigures]:
     return Child(work, job, PeerFigures, limit_s=_LIMIT_S, environment=ONE_THREAD | eager)
 
 
-def run_record(job: PeerJob, ended: Ended[PeerFigures]) -> PeerRecord:
-    """Return the record of a row that ended."""
+def run_record(job: PeerJob, ended: ChildResult[PeerFigures]) -> PeerRecord:
+    """Return the record of a finished row."""
     return PeerRecord(
         key=job.key, evidence=job.evidence, **child_header(ended), scenario=job.scenario, run=job.run,
         figures=ended.answer, packages=versions_of(job.packages),
@@ -330,7 +329,7 @@ def run_record(job: PeerJob, ended: Ended[PeerFigures]) -> PeerRecord:
 
 
 def rows_of(scenario: PeerScenario, files: ScenarioFiles, records: Iterable[PeerRecord]) -> list[Row]:
-    """Return a row for each recipe with its newest records; those of another recipe do not count."""
+    """Return a row for each recipe with its newest records."""
     newest = {record.key: record for record in records}
     keys = {(job.run, job.evidence): job.key for job in jobs_of(scenario, files, KINDS)}
     return [
@@ -347,14 +346,14 @@ def rows_of(scenario: PeerScenario, files: ScenarioFiles, records: Iterable[Peer
 
 
 def peer_table(rows: Iterable[Row], style: str) -> str:
-    """Return a line for each row, and another where it was measured."""
+    """Return a line for each row, and another if it was measured."""
     lines = [
         _line(row, kind)
         for row in rows
         for kind in (Evidence.PLANNED, Evidence.MEASURED)
         if kind is Evidence.PLANNED or row.figures(kind) is not None
     ]
-    return tabulate(lines, headers=_HEADERS, tablefmt=style, disable_numparse=True)
+    return table_with_notes(_HEADERS, lines, style)
 
 
 def versions_lines(rows: Iterable[Row]) -> list[str]:
@@ -387,17 +386,17 @@ def _figures_mapping(row: Row, figures: PeerFigures) -> dict[str, object]:
 
 def _line(row: Row, kind: Evidence) -> list[str]:
     figures = row.figures(kind)
-    names = [row.run.engine, row.run.id]
+    name = f"{row.run.engine} {row.run.id}"
     if figures is None:
-        return [*names, *["-"] * 7, _evidence(row, kind), _joined(row.why(kind), row.run.remark)]
+        return [name, *["-"] * 7, _evidence(row, kind), _joined(row.why(kind), row.run.remark)]
     tokens_per_s = row.tokens_per_s(figures)
-    lost = f"{figures.without_gradient} trainable parameters got no gradient" if figures.without_gradient else ""
+    lost = f"{figures.without_gradient} trainable parameters without gradient" if figures.without_gradient else ""
     return [
-        *names, f"{to_gib(figures.peak_allocated_bytes):.2f}", f"{to_gib(figures.peak_reserved_bytes):.2f}",
-        f"{to_gib(figures.host_peak_bytes):.2f}" if kind is Evidence.PLANNED else "-",
-        "yes" if figures.fits else "NO", *(
-            ("-", "-") if tokens_per_s is None else (format_seconds(figures.step_time_s), f"{tokens_per_s:,.0f}")
-        ), figures.bound or "-",
+        name, "yes" if figures.fits else "NO", f"{to_gib(figures.peak_reserved_bytes):.2f}",
+        "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}",
+        f"{to_gib(figures.host_peak_bytes):.2f}" if kind is Evidence.PLANNED else "-", figures.bound or "-",
+        f"{to_gib(figures.peak_allocated_bytes):.2f}",
+        "-" if tokens_per_s is None else format_seconds(figures.step_time_s),
         _evidence(row, kind), _joined(figures.shortage, lost, row.run.remark),
     ]  # fmt: skip
 
@@ -428,11 +427,11 @@ def peers_command(
 ) -> tuple[str, list[dict[str, object]]]:  # fmt: skip
     """Run rows without a valid record; return a table for each scenario, and all rows as plain data.
 
-    ``planned`` leaves out what is executed or measured; ``record`` appends what is made to the records; ``jobs`` are
-    processes at a time, on a card one; ``say`` takes a line per run.
+    ``planned``: only plan. ``record``: append new records. ``jobs``: parallel processes, one on a card. ``say`` is
+    called with a line per run.
 
     Raises:
-        ConfigError: No such scenario, or a faulty file.
+        ConfigError: an unknown scenario, or an invalid file.
     """
     scenarios, records, has_card = read_peers(files, scenario), results / "records", torch.cuda.is_available()
     kinds = [kind for kind in KINDS if kind is Evidence.PLANNED or not planned]
@@ -449,11 +448,11 @@ def peers_command(
     known = read_peer_records(records)
     made = experiment.run_missing(cases, known, records=records if record else None, say=say)
     notes = [
-        f"{job.scenario} {job.run}: not {job.evidence.value} now, for {missing_package(job.packages)} is not installed "
+        f"{job.scenario} {job.run}: not {job.evidence.value}: {missing_package(job.packages)} is not installed "
         "(pip install hybridtrain[peers])"
         for job in made.not_run
     ]
     rows = {name: rows_of(found, files, [*known, *made.new]) for name, found in scenarios.items()}
     tables = [f"{scenarios[name].title}\n\n{peer_table(found, TERMINAL)}\n" for name, found in rows.items()]
-    text = "\n".join([*tables, *notes, f"{len(made.new)} runs made now"])
+    text = "\n".join([*tables, *notes, f"{len(made.new)} new runs"])
     return text, [row_mapping(name, row) for name, found in rows.items() for row in found]

@@ -1,4 +1,4 @@
-"""``hybridtrain recorded``: runs measured and published by others, planned with their own libraries and compared."""
+"""``hybridtrain recorded``: runs that others measured and published, planned with the same libraries and compared."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ from hybridtrain.config.rules import repeated
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.virtual_gpu.cards.card import find_card
-from hybridvalidation.child import Child, Ended
+from hybridvalidation.child import Child, ChildResult
 from hybridvalidation.experiment import Experiment, child_header, in_children, missing_package, versions_of
 from hybridvalidation.records.asked import key_of, values_of
 from hybridvalidation.records.outcome import Evidence, Outcome
@@ -29,15 +29,15 @@ _LIMIT_S = 1800.0
 
 
 class Role(StrEnum):
-    """Role of a run; fixed before anything is predicted."""
+    """Role of a run, fixed before prediction."""
 
     CALIBRATE = "calibrate"
-    """Unpublished settings were fitted on it; at most one run of a source."""
+    """Unpublished settings were fitted to it; at most one run of a source."""
     PREDICT = "predict"
     SEEN = "seen"
-    """Predicted by code or a recipe that was written or changed when the figure was known: no blind prediction."""
+    """Not a blind prediction: the figure was known when code or recipe were written or changed."""
     LEFT_OUT = "left_out"
-    """Not planned; ``why`` says why."""
+    """Not planned, for the reason in ``why``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +47,15 @@ class RecordedRun:
     id: str
     role: Role
     config: str = "{}"
-    """The recipe beside what all runs of the source share: JSON, in the words of the engine."""
+    """The run's own part of the recipe, as JSON with the engine's own names."""
     recorded: Mapping[str, float]
     """Quantity to value: bytes, but for ``..._seconds``, ``..._params`` and ``oom`` (1: the run ran out of memory)."""
     why: str = ""
-    """Why it is left out; or the cause of a miss that is known."""
+    """Reason for leaving it out; or the known cause of a miss."""
 
     def __post_init__(self) -> None:
         if self.role is Role.LEFT_OUT and not self.why:
-            raise ValueError("why: missing; say why the run is left out")
+            raise ValueError("why: missing; state why the run is left out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,25 +66,27 @@ class Source:
     where: str
     """Repository, commit, file."""
     engine: str
-    """File in ``engines/``."""
+    """Engine: a file in ``engines/``."""
     card: str
     versions: str
-    """Of torch and the libraries, as the source says them; empty where it does not."""
+    """Versions of torch and libraries as the source states them; empty if it does not."""
     protocol: str
     """Fitted values, their run, and the definition of the error. Written before predicting."""
     common: str = "{}"
-    """The recipe that all runs share: JSON."""
+    """The recipe common to all runs, as JSON."""
     packages: tuple[str, ...] = ()
     """Packages that planning requires."""
     seen: tuple[str, ...] = ()
-    """Quantities that were known of all predicted runs when what plans them was settled; the protocol says how."""
+    """Quantities of all predicted runs that were known when the planning code was fixed; the protocol explains."""
     runs: tuple[RecordedRun, ...]
 
     def __post_init__(self) -> None:
         names = [run.id for run in self.runs]
-        faults = [f"runs: '{name}' is there twice" for name in repeated(names)]
+        faults = [f"runs: id '{name}' appears twice" for name in repeated(names)]
         if sum(run.role is Role.CALIBRATE for run in self.runs) > 1:
-            faults.append("runs: more than one has the role 'calibrate'; at most one run of a source is fitted on")
+            faults.append(
+                "runs: more than one has the role 'calibrate'; at most one run of a source may be used for fitting"
+            )
         known = {quantity for run in self.runs for quantity in run.recorded}
         faults += [f"seen: {unknown_name('quantity', name, sorted(known))}" for name in self.seen if name not in known]
         if faults:
@@ -104,7 +106,7 @@ class RecordedJob:
 
     @property
     def key(self) -> str:
-        """Digest of all values that decide the plan: the card by its figures, without names."""
+        """Digest of all values that affect the plan; the card by its figures, without names."""
         task = {"engine": self.engine, "common": self.common, "config": self.config}
         return key_of(task, values_of(card=find_card(self.card)))
 
@@ -124,7 +126,7 @@ class PlannedRun(Record):
     run: str
     figures: Mapping[str, float]
     packages: Mapping[str, str]
-    """Version of each package of the source, as planned with."""
+    """Versions of the source's packages used for planning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,17 +139,17 @@ class Row:
     role: Role
     recorded: float
     planned: float | None
-    """None: left out, not planned yet, or the plan failed; ``why`` says which."""
+    """The planned value; None: left out, not planned yet, or failed, as ``why`` states."""
     why: str = ""
 
     @property
     def is_predicted(self) -> bool:
-        """Whether it is neither fitted on nor left out."""
+        """Whether it is a prediction: neither used for fitting nor left out."""
         return self.role in {Role.PREDICT, Role.SEEN}
 
     @property
     def error(self) -> float | None:
-        """Planned over recorded, minus one; of ``oom`` 0 where both agree and 1 where not."""
+        """Planned over recorded, minus one; for ``oom`` 0 if both agree, else 1."""
         if self.planned is None:
             return None
         if self.quantity == "oom":
@@ -155,13 +157,13 @@ class Row:
         return self.planned / self.recorded - 1
 
     def as_mapping(self) -> dict[str, object]:
-        """Return it as ``recorded --json`` prints it: ``why`` only where there is a reason."""
+        """Return it as ``recorded --json`` prints it; ``why`` only if there is a reason."""
         return {name: value for name, value in (encode(self) | {"error": self.error}).items() if value != ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Errors of one quantity of one source, over its predicted runs, blind ones or seen ones."""
+    """Errors of one quantity of one source over its predicted runs, blind or seen."""
 
     source: str
     quantity: str
@@ -203,7 +205,7 @@ def job_of(name: str, source: Source, run: RecordedRun) -> RecordedJob:
 
 
 def work(job: RecordedJob) -> PlannedFigures:
-    """Plan one run; the child's side."""
+    """Plan one run, in the child process."""
     engine = import_module(f"hybridvalidation.engines.{job.engine}")
     return PlannedFigures(figures=engine.plan(json.loads(job.common), json.loads(job.config), job.card))
 
@@ -213,8 +215,8 @@ def start_plan(job: RecordedJob) -> Child[PlannedFigures]:
     return Child(f"{__name__}:work", job, PlannedFigures, limit_s=_LIMIT_S)
 
 
-def plan_record(job: RecordedJob, ended: Ended[PlannedFigures], source: Source) -> PlannedRun:
-    """Return the record of a plan that ended."""
+def plan_record(job: RecordedJob, ended: ChildResult[PlannedFigures], source: Source) -> PlannedRun:
+    """Return the record of a finished plan."""
     return PlannedRun(
         key=job.key, evidence=Evidence.PLANNED, **child_header(ended), source=job.source, run=job.run,
         figures={} if ended.answer is None else ended.answer.figures, packages=versions_of(source.packages),
@@ -239,7 +241,7 @@ def _row(name: str, source: Source, run: RecordedRun, quantity: str, record: Pla
     elif record.outcome is not Outcome.OK:
         why = f"the plan failed: {record.message}"
     elif (planned := record.figures.get(quantity)) is None:
-        why = "not among the plan's figures"
+        why = "missing in the plan's figures"
     is_seen = run.role is Role.PREDICT and quantity in source.seen
     return Row(
         source=name, id=run.id, quantity=quantity, role=Role.SEEN if is_seen else run.role,
@@ -248,7 +250,7 @@ def _row(name: str, source: Source, run: RecordedRun, quantity: str, record: Pla
 
 
 def scores(rows: Iterable[Row]) -> list[Score]:
-    """Return the scores of all that was predicted."""
+    """Return the scores of all predictions."""
     groups: dict[tuple[str, str, Role], list[Row]] = {}
     for row in rows:
         if row.is_predicted and row.error is not None:
@@ -289,7 +291,7 @@ def recorded_command(
 ) -> tuple[str, list[dict[str, object]]]:
     """Plan runs without a valid record; return a table of errors, and all rows as plain data.
 
-    ``record`` appends what is planned to the records; ``jobs`` are processes at a time; ``say`` takes a line per run.
+    ``record``: append new records. ``jobs``: parallel processes. ``say`` is called with a line per run.
 
     Raises:
         ConfigError: No such source, or a faulty file.
@@ -307,10 +309,10 @@ def recorded_command(
     known = read_planned(records)
     made = experiment.run_missing(cases, known, records=records if record else None, say=say)
     notes = [
-        f"{name}: {count} runs are shown as last recorded, for {missing_package(sources[name].packages)} is not "
-        "installed (pip install hybridtrain[peers])"
+        f"{name}: {count} runs are shown from their records: {missing_package(sources[name].packages)} is not "
+        f"installed (pip install hybridtrain[peers])"
         for name, count in Counter(job.source for job in made.not_run).items()
     ]
     rows = rows_of(sources, [*known, *made.new])
-    text = "\n".join([score_table(rows, TERMINAL), *notes, f"{len(made.new)} runs planned now"])
+    text = "\n".join([score_table(rows, TERMINAL), *notes, f"{len(made.new)} new plans"])
     return text, [row.as_mapping() for row in rows]

@@ -1,6 +1,6 @@
 """``hybridtrain snapshots``: allocator histories of real cards, replayed in the model; and sensitivity of plans.
 
-Public snapshots are known by the digest of their content, none of which is kept here (``scenarios/snapshots``).
+Public snapshots are identified by a digest of their content, and not stored here (``scenarios/snapshots``).
 """
 
 from collections import Counter
@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from hashlib import sha1
 from pathlib import Path
 
-from tabulate import tabulate
-
 from hybridtrain.config.decode import load_toml
 from hybridtrain.config.encode import encode
 from hybridtrain.errors import DataError
 from hybridtrain.planning.dry_runs import DryRunInputs
-from hybridtrain.reports.tables import MARKDOWN, TERMINAL, write_page
+from hybridtrain.reports.tables import MARKDOWN, TERMINAL, table, write_page
 from hybridtrain.units import format_bytes, to_gib
 from hybridtrain.virtual_gpu.allocator.recorded_snapshot import read_snapshot
 from hybridtrain.virtual_gpu.allocator.reserved_range import DRIVER, EVALUATION, LENGTHS, MORE_STEPS, reserved_range
-from hybridtrain.virtual_gpu.allocator.snapshot_replay import Outcome, SnapshotReplay, lawful_blocks, replay_device
+from hybridtrain.virtual_gpu.allocator.snapshot_replay import Outcome, SnapshotReplay, matching_blocks, replay_device
 from hybridvalidation.experiment import begin_header
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
@@ -30,28 +28,28 @@ from hybridvalidation.scenario_files import ScenarioFiles
 
 SNAPSHOTS_FILE, MOVES_FILE = "snapshots.jsonl", "reserved.jsonl"
 _LEAST_EVENTS = 2
-"""A history that keeps the newest event alone, torch's default without a size, has nothing to replay."""
+"""Fewest events of a history; torch's default of one event cannot be replayed."""
 _NEAR = 0.01
-"""Share of the recorded reserved bytes within which a replay with addresses of our own is to end."""
+"""Largest relative error of reserved bytes with our own addresses."""
 _HOW = (
-    "Recorded: by torch's allocator on CUDA cards of others, who published the snapshot. They are training steps, "
-    "inference and tests of {repositories} repositories, none made for this project. Events are undone from a "
-    "snapshot's last state to its first; the same requests then go to our model. **Events**: recorded. **Same**: "
-    "repeated with the same action, address, size and stream, with the driver's segments where they were. "
-    "**Reserved**: recorded at the end. **Since**: taken since the first event. **Rising**, **falling**: the largest "
-    "error, at the end or at the peak, with the model's own addresses; plans have rising ones. When cached memory "
-    "went back is taken from the record. A snapshot without new segments tests the choice of blocks, not of "
-    "segments. Files without events show block sizes alone: blocks in use, and those that have the model's size."
+    "Recorded by torch's allocator on other people's CUDA cards, in snapshots published in {repositories} "
+    "repositories: training steps, inference and tests, not made for this project. Events are undone from the final "
+    "state; then the same requests are replayed in our model. **Events**: recorded events. **Same**: events with "
+    "equal action, address, size and stream, given the driver's segment addresses. **Reserved**: recorded at the end. "
+    "**Since**: reserved since the first event. **Rising**, **falling**: the largest error, at the end or at the "
+    "peak, with the model's own addresses; plans use rising ones. Releases of cached memory are taken from the "
+    "record. A snapshot without new segments tests only the choice of blocks. Files without events show only block "
+    "sizes: blocks in use, and those with the model's size."
 )
 _CHANGES = (DRIVER, EVALUATION, MORE_STEPS, LENGTHS)
 _HOW_PLANS = (
-    "Planned: the events of a scenario's dry run, replayed in the allocator model as they are and with one change. "
+    "Planned: the events of a scenario's dry run, replayed in the allocator model without and with one change. "
     "Reserved: peak of the dry run's steps, without a cap. **Driver**: segments at falling addresses. "
     "**Evaluation**: a forward pass alone before the first step. **More steps**: the last step four more times. "
     "**Lengths**: steps of 1/2 to 7/8 of the length before and between, which this project's trainer does not make. "
-    "A dash: the plan's last step does not end as it began, or has no such change. `hybridtrain dry-run` prints "
-    "these of any plan, and `recommend` leaves the largest of the first three free. A full card frees cached "
-    "segments before it refuses. A plan whose sum is above the card may thus still run, but must allocate them again."
+    "A dash: the plan's last step leaks, or has no such change. `hybridtrain dry-run` prints these for any plan; "
+    "`recommend` leaves the largest of the first three free. A full card frees cached segments before an "
+    "out-of-memory error, so a plan above the card's memory may still run, at the cost of repeated allocations."
 )
 
 
@@ -60,14 +58,14 @@ class PublicSnapshot:
     """One file in a public repository."""
 
     blob: str
-    """SHA-1 that git gives its content."""
+    """Git blob hash of its content."""
     repository: str
-    """On github.com."""
+    """Repository on github.com."""
     path: str
     licence: str
-    """Of the repository."""
+    """Licence of the repository."""
     left_out: str = ""
-    """Why it is not replayed; empty: it is."""
+    """Reason for not replaying it; empty: it is replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +76,13 @@ class PublicSnapshots:
 
 
 def read_public(scenarios: Path) -> dict[str, PublicSnapshot]:
-    """Return all snapshots by blob; raises ``ConfigError`` for a faulty file."""
+    """Return all snapshots by blob hash; raises ``ConfigError`` for an invalid file."""
     found = load_toml(PublicSnapshots, scenarios / "snapshots" / "public.toml").snapshots
     return {snapshot.blob: snapshot for snapshot in found}
 
 
 def blob_of(path: Path) -> str:
-    """Return the hash of ``git hash-object`` of a file."""
+    """Return a file's git blob hash."""
     content = path.read_bytes()
     return sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
@@ -98,13 +96,13 @@ class ReplayedDevice:
     """The repository and path, or the file's name."""
     device: int
     num_blocks: int
-    """In use at the end."""
+    """Blocks in use at the end."""
     num_lawful: int
-    """Of them, those of the size that the model gives their request."""
+    """Blocks whose size equals the model's for their request."""
     replay: SnapshotReplay | None = None
-    """None: no events."""
+    """Replay of the events; None: there are none."""
     refused: str = ""
-    """Why the events cannot be replayed."""
+    """Reason why the events cannot be replayed; empty: they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,7 @@ class PlanMoves:
     planned_bytes: int
     """Peak of the reserved bytes of the dry run's steps, without a cap."""
     by_change: Mapping[str, int]
-    """The same with each change."""
+    """Peak with each change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +137,7 @@ def replay_files(paths: Sequence[Path], scenarios: Path) -> SnapshotsRecord:
     """Return the replay of files, or of all ``*.pickle`` and ``*.pkl`` below folders.
 
     Raises:
-        DataError: a file that is no snapshot, or nothing to replay; of a folder only listed files are taken.
+        DataError: a file is not a snapshot, or there is nothing to replay; in folders only listed files are used.
     """
     public = read_public(scenarios)
     devices, header = list[ReplayedDevice](), begin_header()
@@ -151,8 +149,8 @@ def replay_files(paths: Sequence[Path], scenarios: Path) -> SnapshotsRecord:
                 devices += _replay_file(file, listed)
     if not devices:
         raise DataError(
-            f"{', '.join(map(str, paths))}: no snapshot; name .pickle files of torch.cuda.memory._dump_snapshot, or "
-            "folders with files of scenarios/snapshots/public.toml."
+            f"{', '.join(map(str, paths))}: no snapshot found; give .pickle files of "
+            f"torch.cuda.memory._dump_snapshot, or folders with files listed in scenarios/snapshots/public.toml."
         )
     unique = {(device.blob, device.device): device for device in devices}
     found = sorted(unique.values(), key=lambda each: (each.name, each.blob, each.device))
@@ -165,12 +163,12 @@ def snapshots_text(record: SnapshotsRecord, style: str = TERMINAL) -> str:
     others = [each for each in record.devices if each.replay is None]
     parts = [headline(record)]
     if replayed:
-        headers = ("snapshot", "allocations", "segments", "events", "same", "reserved", "since", "rising", "falling")
-        parts.append(tabulate(map(_row, replayed), headers=headers, tablefmt=style, disable_numparse=True))
+        headers = ("snapshot", "same", "reserved", "rising", "falling", "allocations", "segments", "events", "since")
+        parts.append(table(headers, list(map(_row, replayed)), style))
     if others:
-        rows = [[_name(each), each.num_blocks, each.num_lawful, each.refused] for each in others]
+        rows = [[_name(each), str(each.num_blocks), str(each.num_lawful), each.refused] for each in others]
         titles = ("snapshot without events", "blocks in use", "of the model's size", "remark")
-        parts.append(tabulate(rows, headers=titles, tablefmt=style, disable_numparse=True))
+        parts.append(table(titles, rows, style))
     return "\n\n".join(parts)
 
 
@@ -186,12 +184,11 @@ def headline(record: SnapshotsRecord) -> str:
     blocks, lawful = (sum(getattr(each, name) for each in record.devices) for name in ("num_blocks", "num_lawful"))
     return (
         f"{same} of {len(runs)} recorded histories ({len({each.blob for each, _ in runs})} files, {events:,} events) "
-        f"are repeated event by event, to the same segments and blocks at the end. {whole} begin with nothing "
-        f"reserved, and in {len(growing)} segments were taken, "
-        f"{sum(replay.num_segments for replay in growing):,} in all. With addresses of our own, as plans have them, "
-        f"allocated bytes are equal in {equal}, and reserved bytes "
-        f"stay within {100 * _NEAR:g} % in {near}. {lawful:,} of {blocks:,} blocks in use have the size that the "
-        f"model gives their request."
+        f"are reproduced event by event, with equal segments and blocks at the end. {whole} start with nothing "
+        f"reserved; in {len(growing)} new segments were reserved, "
+        f"{sum(replay.num_segments for replay in growing):,} in all. With our own addresses, as in plans, allocated "
+        f"bytes are equal in {equal}, and reserved bytes are within {100 * _NEAR:g} % in {near}. {lawful:,} of "
+        f"{blocks:,} blocks in use have the model's size for their request."
     )
 
 
@@ -214,7 +211,7 @@ def write_reserved(scenarios: Path, results: Path) -> list[Path]:
 
 
 def differs(record: SnapshotsRecord) -> bool:
-    """Return whether any recorded event is not repeated."""
+    """Return whether any recorded event differs in the replay."""
     replays = [each.replay for each in record.devices if each.replay is not None]
     is_wrong = any(each.num_lawful < each.num_blocks or each.refused for each in record.devices)
     return is_wrong or not all(map(_is_same, replays))
@@ -229,7 +226,7 @@ def _replay_file(file: Path, listed: PublicSnapshot | None) -> list[ReplayedDevi
     name = file.name if listed is None else f"{listed.repository} {listed.path}"
     blob, found = blob_of(file), list[ReplayedDevice]()
     for number, device in enumerate(read_snapshot(file)):
-        lawful, total = lawful_blocks(device)
+        lawful, total = matching_blocks(device)
         replay, refused = None, ""
         if len(device.events) >= _LEAST_EVENTS:
             try:
@@ -262,13 +259,13 @@ def _name(each: ReplayedDevice) -> str:
 
 def _row(each: ReplayedDevice) -> list[str]:
     replay = each.replay
-    assert replay is not None, "only those with events have a row here"
+    assert replay is not None, "only files with events have a row"
     return [
-        _name(each), f"{replay.num_allocs:,}", f"{replay.num_segments:,}", f"{replay.num_events:,}",
-        "all" if _is_same(replay) else f"{replay.num_same_events:,}",
+        _name(each), "all" if _is_same(replay) else f"{replay.num_same_events:,}",
         format_bytes(replay.recorded.reserved_bytes),
-        format_bytes(replay.recorded.peak_reserved_bytes - replay.start_reserved_bytes),
         *(f"{100 * _error(outcome, replay.recorded):+.2f} %" for outcome in (replay.rising, replay.falling)),
+        f"{replay.num_allocs:,}", f"{replay.num_segments:,}", f"{replay.num_events:,}",
+        format_bytes(replay.recorded.peak_reserved_bytes - replay.start_reserved_bytes),
     ]  # fmt: skip
 
 
@@ -278,10 +275,10 @@ def _left_out(public: Mapping[str, PublicSnapshot]) -> str:
     licences = Counter(snapshot.licence for snapshot in public.values())
     kinds = ", ".join(f"{count} {licence}" for licence, count in licences.items())
     return (
-        f"{len(public)} files are known (scenarios/snapshots/public.toml), by their content's digest; licences of "
-        f"their repositories: {kinds}. None is stored here. Not replayed: {told}. Attachments of "
-        "issue threads could not be downloaded. To repeat it, put the files "
-        "anywhere and run `hybridtrain snapshots FOLDER`; a snapshot of your own is replayed by its path."
+        f"{len(public)} files are listed (scenarios/snapshots/public.toml) by a digest of their content; licences of "
+        f"their repositories: {kinds}. None is stored here. Not replayed: {told}. Attachments of issue threads could "
+        f"not be downloaded. To repeat, download the files and run `hybridtrain snapshots FOLDER`; give the path to "
+        f"replay your own snapshot."
     )
 
 
@@ -313,7 +310,7 @@ def moves_text(records: Sequence[MovesRecord], style: str) -> str:
     headline = (
         f"{len(later)} of {len(plans)} plans reserve more in later steps than in the two of their dry run"
         + (f", at most {100 * max(later):+.1f} %" if later else "")
-        + ". A plan's reserved bytes are therefore those at which its repeated last step settles."
+        + ". A plan's reserved bytes are therefore those of its repeated last step."
     )  # fmt: skip
     rows = []
     for scenario, plan in plans:
@@ -321,8 +318,7 @@ def moves_text(records: Sequence[MovesRecord], style: str) -> str:
         cells = ["-" if share is None else f"{100 * share:+.1f} %" for share in shares]
         rows.append([scenario, plan.stack, f"{to_gib(plan.planned_bytes):.2f}", *cells])
     headers = ("scenario", "stack", "reserved GiB", *_CHANGES)
-    table = tabulate(rows, headers=headers, tablefmt=style, disable_numparse=True)
-    return f"{headline}\n\n{table}\n\n{_HOW_PLANS}"
+    return f"{headline}\n\n{table(headers, rows, style, keys=2)}\n\n{_HOW_PLANS}"
 
 
 def _share(plan: PlanMoves, change: str) -> float | None:

@@ -30,7 +30,7 @@ from hybridtrain.run.program import program_digest
 from hybridtrain.stacks import Stack
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.cards.links import World, find_link
-from hybridvalidation.child import Child, Ended
+from hybridvalidation.child import Child, ChildResult
 from hybridvalidation.experiment import Experiment, begin_header, child_header, in_children
 from hybridvalidation.experiments.accuracy import train_proxies
 from hybridvalidation.experiments.measure import measure_on_cuda
@@ -44,9 +44,9 @@ _EVIDENCE: Mapping[RunKind, Evidence] = {
     "dry_run": Evidence.PLANNED, "accuracy": Evidence.EXECUTED, "measured": Evidence.MEASURED,
 }  # fmt: skip
 _JOBS_OF_PROCESS = 3
-"""A process that plans fewer takes longer to start than it saves."""
+"""Fewest dry runs per process; with fewer the start-up costs more than it saves."""
 _ALLOCATIONS_BETWEEN_COLLECTIONS = 200_000
-"""A dry run makes millions of records that all live to its end; looking through them for garbage finds none."""
+"""Garbage collection threshold: a dry run's millions of records all live to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +63,9 @@ class Job:
     world: World
     accuracy: AccuracySpec | None
     asked: Mapping[str, str]
-    """Everything that decides the result beside the plan, resolved to values."""
+    """All values besides the plan that affect the result."""
     key: str
-    """Digest of what is run, whoever runs it with whatever version. Names of scenario and stack are not part of it."""
+    """Digest of the job, independent of program version and of scenario and stack names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,20 +76,20 @@ class ScenarioRun:
     stacks: dict[str, Stack]
     records: dict[tuple[RunKind, str], StackRun]
     num_cached: int
-    """Of them read, not made."""
+    """Number of runs read from records."""
 
     def get(self, kind: RunKind, stack: str) -> StackRun | None:
-        """Return the record of a run, None where it was not made or failed."""
+        """Return the record of a run; None if missing or failed."""
         return self.records.get((kind, stack))
 
     def memory(self, stack: str) -> MemoryFigures | None:
-        """Return the figures of a stack's dry run, if it has some."""
+        """Return the figures of a stack's dry run; None if missing."""
         record = self.get("dry_run", stack)
         return None if record is None else record.memory
 
     @property
     def rank_host(self) -> Host:
-        """Host as seen by one rank, for figures are those of a rank."""
+        """One rank's share of the host, as figures are per rank."""
         return self.scenario.host.shared(self.scenario.ranks().local_size)
 
     @property
@@ -103,7 +103,7 @@ def make_job(kind: RunKind, scenario: Scenario, stack: Stack) -> Job:
     workload, world, accuracy = scenario.workload_of(stack.name), scenario.ranks(), scenario.accuracy
     model, card = scenario.model.resolve(), scenario.card.resolve()
     if kind == "accuracy":
-        assert accuracy is not None, "asked of scenarios that train"
+        assert accuracy is not None, "a scenario without [accuracy]"
         asked = values_of(accuracy=accuracy, optimizer=stack.training().optimizer)
     else:
         asked = values_of(model=model, card=card, workload=workload, host=scenario.host)
@@ -131,7 +131,7 @@ def jobs_of(scenario: Scenario, stacks: Iterable[Stack], kinds: Iterable[RunKind
 
 
 def run_from_records(scenario: Scenario, stacks: Iterable[Stack], store: RecordStore) -> ScenarioRun:
-    """Return the newest record of every kind and stack that matches the current files; nothing is run."""
+    """Return the newest matching record of every kind and stack; nothing is run."""
     stacks = list(stacks)
     newest = {record.key: record for record in store.read(scenario.name)}
     records = _by_place(jobs_of(scenario, stacks, get_args(RunKind)), newest)
@@ -148,10 +148,10 @@ def run_scenario(
     scenario: Scenario, stacks: Iterable[Stack], known: Sequence[RecordStore], store: RecordStore, *, progress: bool,
     planned_only: bool = False,
 ) -> ScenarioRun:  # fmt: skip
-    """Run jobs without a record and return everything. Records of any program count; ``gate`` compares them.
+    """Run jobs without a record; return all records. Records of any program version count; ``gate`` verifies them.
 
-    Records are looked for in ``known``, the first first, and written to ``store``. ``planned_only`` makes dry runs
-    alone: of all else the newest record stands, whatever torch made it.
+    ``known``: stores to search, in order; ``store``: store for new records. ``planned_only``: make dry runs only; other
+    kinds use their newest record of any torch version.
     """
     stacks = list(stacks)
     kinds: list[RunKind] = ["dry_run"] if planned_only else ["dry_run", "accuracy"]
@@ -211,13 +211,13 @@ def start_run(job: Job) -> Child[StackRun]:
     return Child("hybridvalidation.experiments.stack_runs:run_job", job, StackRun)
 
 
-def run_record(job: Job, ended: Ended[StackRun]) -> StackRun:
-    """Return the record of a job whose process ended; a crash is one with the outcome ``error``."""
+def run_record(job: Job, ended: ChildResult[StackRun]) -> StackRun:
+    """Return the record of a finished job; a crash has the outcome ``error``."""
     return ended.answer or _record(job, child_header(ended))
 
 
 def run_job(job: Job) -> StackRun:
-    """Run a job in this process; running out of memory and diverging are outcomes, everything else raises."""
+    """Run a job in this process; out-of-memory and divergence are outcomes, other errors are raised."""
     header, outcome, message = begin_header(), Outcome.OK, ""
     memory, accuracy, measured = None, None, None
     plan, training = job.stack.plan(), job.stack.training()
@@ -231,7 +231,7 @@ def run_job(job: Job) -> StackRun:
             if not memory.fits:
                 outcome, message = Outcome.OUT_OF_MEMORY, memory.shortage(job.host.shared(job.world.local_size))
         elif job.kind == "accuracy":
-            assert job.accuracy is not None, "an accuracy job carries its specification"
+            assert job.accuracy is not None, "an accuracy job without its specification"
             optimizer = job.stack.training(job.accuracy.lr).optimizer
             accuracy = train_proxies(job.accuracy, plan, embedded_corpus(), optimizer)
         else:
@@ -239,7 +239,7 @@ def run_job(job: Job) -> StackRun:
     except DivergenceError as error:
         outcome, message = Outcome.DIVERGED, str(error)
     except torch.OutOfMemoryError as error:
-        outcome, message = Outcome.OUT_OF_MEMORY, str(error) or "the card refused a request and did not say which"
+        outcome, message = Outcome.OUT_OF_MEMORY, str(error) or "out of memory without a failed request"
     ended = header() | {"outcome": outcome, "message": message}
     return _record(job, ended, memory=memory, accuracy=accuracy, measured=measured)
 
@@ -252,11 +252,11 @@ def _record(job: Job, header: Mapping[str, Any], **figures: Any) -> StackRun:
 
 
 def plan_all(jobs: Sequence[Job], *, processes: int | None = None) -> Iterator[tuple[Job, StackRun]]:
-    """Yield each dry run as it is done; a failure of one is a record with the outcome ``error``.
+    """Yield each dry run as it finishes; a failed one has the outcome ``error``.
 
     Args:
-        jobs: Long ones first, where that is known.
-        processes: At a time; 1: this one alone. None: one for each core, unless the jobs are few.
+        jobs: Jobs, the longest first.
+        processes: Parallel processes; 1: this process. None: one per core, fewer for few jobs.
     """
     width = min(processes or os.cpu_count() or 1, -(-len(jobs) // _JOBS_OF_PROCESS))
     if width <= 1:
@@ -287,7 +287,7 @@ def _set_up() -> None:
     torch.set_num_threads(1)
     program_digest()
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a child has one"
+    assert parent is not None, "a child without a connection"
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
 
 
@@ -317,9 +317,7 @@ def _answer(job: Job, future: Future[None], path: Path) -> StackRun:
         future.result()
         return decode(StackRun, json.loads(path.read_text(encoding="ascii")), source=path.name)
     except BrokenProcessPool:
-        return _failed(
-            job, "a process that planned was killed, by the system if it was out of memory; --jobs 1 takes less"
-        )
+        return _failed(job, "a planning process was killed, possibly because memory ran out; --jobs 1 needs less")
 
 
 def _failed(job: Job, message: str) -> StackRun:

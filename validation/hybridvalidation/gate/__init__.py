@@ -1,1 +1,1 @@
-"""Regression gate: plans against records, kernels and other people's models against baselines."""
+"""Regression gate: plans against records, kernels and other projects' models against baselines."""

@@ -1,4 +1,4 @@
-"""``hybridtrain gate`` and ``records``: plans and kernels made again and compared with those kept."""
+"""``hybridtrain gate`` and ``records``: plans and kernels are rebuilt and compared with the stored ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +9,8 @@ from hybridtrain.config.encode import encode
 from hybridtrain.errors import ConfigError
 from hybridtrain.progress import progress_bar
 from hybridvalidation.gate import kernel_gate
+from hybridvalidation.gate.atlas import NAME as ATLAS
+from hybridvalidation.gate.atlas import compare_atlas, read_cells
 from hybridvalidation.gate.baseline_file import write_baseline
 from hybridvalidation.gate.gate import Comparison, Finding, GateExit, Order, annotation, markdown_table, worst_exit
 from hybridvalidation.gate.kernel_gate import run_kernel_gate
@@ -22,11 +24,11 @@ class GateReport:
     """Findings and written files of the gate."""
 
     names: tuple[str, ...]
-    """Scenarios that were asked for; empty: all."""
+    """Requested scenarios; empty: all."""
     compared: str
     findings: list[Finding]
     notes: list[str]
-    """Subjects not compared now, and the reasons."""
+    """Subjects that were not compared, with reasons."""
     exit_code: GateExit
     written: list[Path]
     accepted: bool
@@ -42,7 +44,7 @@ class GateReport:
         }
 
     def as_text(self) -> str:
-        """Return the report as text, with the command to run if the change is intended."""
+        """Return the report as text, with the command for an intended change."""
         accepted = "accepted: " if self.accepted and self.exit_code is GateExit.OK else ""
         lines = [f"{accepted}{f.exit.word}: {f.scenario} {f.stack}: {f.message}" for f in self.findings]
         lines += [*self.notes, f"gate: {self.exit_code.word}, {self.compared} compared"]
@@ -56,7 +58,7 @@ class GateReport:
             and all(finding.settled_by_accept for finding in self.findings)
         ):
             again = " ".join(["hybridtrain gate", *self.names, '--accept --reason "WHY"'])
-            lines.append(f"if the change is meant, run: {again}")
+            lines.append(f"if the change is intended, run: {again}")
         return "\n".join(lines)
 
     def as_markdown(self) -> str:
@@ -68,28 +70,28 @@ class GateReport:
         return "\n\n".join(parts) + "\n"
 
     def annotations(self) -> list[str]:
-        """Return a line for each finding that GitHub shows as an error; none elsewhere, or where all is accepted."""
+        """Return a GitHub error annotation per finding; none outside of GitHub, or if accepted."""
         findings = self.findings if self.exit_code is not GateExit.OK else []
         lines = (annotation(f"{f.scenario} {f.stack}: {f.message}", title=f.exit.word) for f in findings)
         return [line for line in lines if line]
 
 
 def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
-    """Plan or compile the named subjects again, and compare them with ``results``.
+    """Plan or compile the given subjects again, and compare them with ``results``.
 
     Raises:
-        ConfigError: An unknown name, or figures are to be replaced without a reason.
+        ConfigError: an unknown name, or changed figures to accept without a reason.
     """
     names_of_others = [name for name in order.names if name.partition("/")[0] in NAMES]
     names_of_kernels = [name for name in order.names if name.partition("/")[0] == kernel_gate.NAME]
-    scenarios = [name for name in order.names if name not in {*names_of_kernels, *names_of_others}]
+    scenarios = [name for name in order.names if name not in {*names_of_kernels, *names_of_others, ATLAS}]
     capabilities = kernel_gate.capabilities_of(names_of_kernels)
-    others = read_others(files, names_of_others, results)
+    others, atlas = read_others(files, names_of_others, results), read_cells(files, order, results)
     plans = read_plans(files, scenarios if order.names else files.scenario_names(), results)
     is_kept = any(found.records for found in plans) or any(plan.recorded is not None for plan in others)
     is_kept |= bool(capabilities) and kernel_gate.baseline_path(results).exists()
     if order.accept and is_kept and not order.reason:
-        fault = "--reason: missing; give in a line the reason for changed figures, which the new records keep"
+        fault = "--reason: missing; give the reason for the changed figures, which the new records will store"
         raise ConfigError("gate --accept", [fault])
     if plans and not (is_kept or others or capabilities or order.accept):
         return GateReport(
@@ -98,6 +100,7 @@ def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
         )  # fmt: skip
     parts = [compare_plans(files, plans, order, results)] if plans else []
     parts += [compare_others(others, order)] if others else []
+    parts += [compare_atlas(atlas, order)] if atlas is not None else []
     parts += [_compare_kernels(capabilities, order, results)] if capabilities else []
     findings = [finding for part in parts for finding in part.findings]
     written = [path for part in parts for path in part.written]
@@ -133,7 +136,7 @@ def _compare_kernels(capabilities: Sequence[int], order: Order, results: Path) -
 
     def accept() -> list[Path]:
         path = kernel_gate.baseline_path(results)
-        assert found.replacement is not None, "what could not be compiled is not settled by accepting"
+        assert found.replacement is not None, "failed compilations cannot be accepted"
         write_baseline(path, replace(found.replacement, accepted=order.reason))
         return [path]
 

@@ -1,4 +1,4 @@
-"""Two plans of the same question: which figures changed, and which tensor classes and blocks moved.
+"""Comparison of two plans: changed figures, and changes by tensor class and block.
 
 Bytes have no tolerance, as a dry run is deterministic.
 """
@@ -13,21 +13,21 @@ from hybridvalidation.gate.gate import GateExit
 from hybridvalidation.gate.holders import change_text, moved_lines
 
 _TIME_TOLERANCE = 1e-9
-"""Relative: since Python 3.12 sum() of floats compensates, so that a time has other last digits."""
+"""Relative tolerance of times: since Python 3.12 sum() of floats is compensated, which changes last digits."""
 _MEMORY = (("allocated", "allocated_bytes"), ("active", "active_bytes"), ("reserved", "reserved_bytes"))
 _TIERS = (("host memory", "host_peak_bytes"), ("disk", "disk_peak_bytes"))
 
 
 def compare(old: MemoryFigures, new: MemoryFigures) -> list[tuple[GateExit, str]]:
-    """Return the changes, each with its code; none only where the plans are equal.
+    """Return the changes, each with its exit code; empty only for equal plans.
 
-    What has no words of its own is named where nothing else changed.
+    Other fields are listed only if nothing else changed.
     """
     found: list[tuple[GateExit, str]] = []
     if old.fits and not new.fits:
-        found.append((GateExit.OVER_BUDGET, f"does not fit the card any more; {moved(old, new)}"))
+        found.append((GateExit.OVER_BUDGET, f"no longer fits the card; {moved(old, new)}"))
     elif new.fits and not old.fits:
-        found.append((GateExit.IMPROVED, "fits the card now"))
+        found.append((GateExit.IMPROVED, "now fits the card"))
     found += _of_steps(old, new)
     for what, name in _TIERS:
         before, after = getattr(old, name), getattr(new, name)
@@ -43,20 +43,20 @@ def compare(old: MemoryFigures, new: MemoryFigures) -> list[tuple[GateExit, str]
 
 
 def moved(old: MemoryFigures, new: MemoryFigures) -> str:
-    """Name the holders whose bytes at the peak changed, largest change first; like blocks are grouped."""
-    return _named(old.by_unit, new.by_unit) or "nothing moved at the peak"
+    """List the holders whose bytes at the peak changed, largest change first; equal blocks are grouped."""
+    return _named(old.by_unit, new.by_unit) or "no change at the peak"
 
 
 def is_equal(old: object, new: object) -> bool:
-    """Return whether two dataclasses are equal, times up to their last digits."""
-    assert is_dataclass(old), "a record's figures are"
+    """Return whether two dataclasses are equal, times up to rounding."""
+    assert is_dataclass(old), "a value that is not a dataclass"
     return next(_changed(encode(old), encode(new)), None) is None
 
 
 def _of_steps(old: MemoryFigures, new: MemoryFigures) -> Iterator[tuple[GateExit, str]]:
     if [step.phase for step in old.steps] != [step.phase for step in new.steps]:
         most = change_text(old.peak_allocated_bytes, new.peak_allocated_bytes)
-        message = f"other steps: {len(old.steps)} -> {len(new.steps)}, allocated at most {most}; {moved(old, new)}"
+        message = f"number of steps: {len(old.steps)} -> {len(new.steps)}, peak allocated {most}; {moved(old, new)}"
         yield _code(old.peak_allocated_bytes, new.peak_allocated_bytes), message
         return
     peak = max(new.steps, key=lambda step: step.allocated_bytes)
@@ -76,7 +76,7 @@ def _of_steps(old: MemoryFigures, new: MemoryFigures) -> Iterator[tuple[GateExit
         if rest and replace(before, **{name: getattr(after, name) for name in rest}) == after:
             yield (
                 GateExit.REGRESSED,
-                f"{name}: {', '.join(rest)} changed, the bytes did not" + (f"; {told}" if told else ""),
+                f"{name}: {', '.join(rest)} changed, bytes did not" + (f"; {told}" if told else ""),
             )
 
 
@@ -92,10 +92,10 @@ def _named(old: Mapping[str, int], new: Mapping[str, int]) -> str:
 def _moments(old: Timeline | None, new: Timeline | None) -> str:
     """Name the classes whose bytes away from the peak changed."""
     if old is None or new is None or old.times_s != new.times_s:
-        return "the step's course changed"
+        return "the timeline of the step changed"
     pairs = {name: zip(old.sizes(name), new.sizes(name), strict=True) for name in {*old.by_class, *new.by_class}}
     most = {name: max((after - before for before, after in pair), key=abs, default=0) for name, pair in pairs.items()}
-    return _named({}, most) or "no byte moved"
+    return _named({}, most) or "no bytes changed"
 
 
 def _changed(old: JsonValue, new: JsonValue, path: str = "") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Findings of a gate, its exit codes, and its output in a pipeline: Markdown, and annotations on GitHub."""
+"""Findings of a gate, exit codes, and CI output: Markdown and GitHub annotations."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +16,10 @@ class GateExit(IntEnum):
 
     OK = 0
     OVER_BUDGET = 3
-    """A stack that fitted its card does not fit any more."""
+    """A stack no longer fits its card."""
     REGRESSED = 4
     IMPROVED = 5
-    """Better than what is kept: accept the win, or it can be lost unseen."""
+    """Better than the record: accept it, or later losses go unnoticed."""
     COULD_NOT_MEASURE = 6
 
     @property
@@ -30,34 +30,35 @@ class GateExit(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One figure that changed, or a run that could not be made."""
+    """One changed figure, or a failed run."""
 
     scenario: str
     stack: str
     exit: GateExit
     message: str
     settled_by_accept: bool = True
-    """Whether keeping today's figures answers it; a run that failed has none."""
+    """Whether accepting the new figures resolves it; a failed run has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Subjects to compare, and the handling of differences."""
+    """Subjects to compare, and how to handle differences."""
 
     names: tuple[str, ...] = ()
-    """Scenarios, ``recorded``, ``peers``, ``kernels``, a part of these (``recorded/peft``); empty: all scenarios."""
+    """Scenarios, ``recorded``, ``peers``, ``kernels``, a part of these (``recorded/peft``), ``atlas``; empty: all
+    scenarios and the atlas."""
     accept: bool = False
-    """Keep today's figures."""
+    """Whether to accept the new figures."""
     reason: str = ""
-    """Why kept figures may change; it stands in the records that replace them."""
+    """Reason for changed figures, stored in the new records."""
     processes: int | None = None
-    """At a time; None: one for each core, unless the runs are few."""
+    """Parallel processes; None: one per core, fewer for few runs."""
     trusts_verified: bool = False
-    """Plan nothing again that this very program has found again before."""
+    """Whether to skip plans that this program version has verified."""
     keeps_verified: bool = False
-    """Append to the records that this program has found them again."""
+    """Whether to record the verification."""
     progress: bool = False
-    """Show a bar on standard error."""
+    """Whether to show a progress bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +66,12 @@ class Comparison:
     """Comparison of one kind of figures."""
 
     subject: str
-    """Compared subjects, and their number."""
+    """Compared subjects with their number, in words."""
     findings: Sequence[Finding]
     notes: Sequence[str] = ()
     """Subjects not compared now, and the reasons."""
     accept: Callable[[], list[Path]]
-    """Keeps today's figures; returns the files."""
+    """Accepts the new figures; returns the written files."""
     written: Sequence[Path] = ()
 
 
@@ -82,13 +83,13 @@ def worst_exit(findings: Iterable[Finding]) -> GateExit:
 
 
 def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table as GitHub reads it; a cell's lines are kept apart."""
+    """Return a GitHub Markdown table; line breaks in cells are kept."""
     cells = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
     return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def write_markdown(text: str, file: Path | None) -> None:
-    """Write a report to the requested file, and append it to GitHub's step summary where there is one."""
+    """Write a report to the given file, and append it to GitHub's step summary, if any."""
     if file is not None:
         replace_file(file, text.encode())
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
@@ -98,7 +99,7 @@ def write_markdown(text: str, file: Path | None) -> None:
 
 
 def annotation(message: str, *, title: str, file: Path | None = None, line: int = 1) -> str:
-    """Return a line that GitHub shows as an error, at ``file`` where one is named; empty elsewhere.
+    """Return a GitHub error annotation, at ``file`` if given; empty outside of GitHub.
 
     Source of the form and its escapes: docs.github.com, Workflow commands; actions/toolkit, command.ts.
     """

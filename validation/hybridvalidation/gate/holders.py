@@ -1,4 +1,4 @@
-"""Bytes before and after, and the holders of the difference: like blocks under one name."""
+"""Bytes before and after, and the difference by holder, with equal blocks grouped."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def change_text(before: int, after: int) -> str:
 
 
 def moved_lines(old: Mapping[str, int], new: Mapping[str, int]) -> list[str]:
-    """Return the holders whose bytes changed, a line each, the largest change of all its blocks first."""
+    """Return a line per holder whose bytes changed, the largest total change first."""
     changes = {name: new.get(name, 0) - old.get(name, 0) for name in {*old, *new}}
     folded = fold({name: change for name, change in changes.items() if change})
     moved = [(name, each, each * len(unfold({name: 0}))) for name, each in folded.items()]
@@ -32,7 +32,7 @@ def moved_lines(old: Mapping[str, int], new: Mapping[str, int]) -> list[str]:
 
 
 def fold(held: Mapping[str, int]) -> dict[str, int]:
-    """Return holders with neighbouring blocks that hold as much each under one name.
+    """Group neighbouring blocks of equal bytes under one name.
 
     >>> fold({"grad/layers.0.mlp": 8, "grad/layers.1.mlp": 8, "grad/layers.2.mlp": 4})
     {'grad/layers.2.mlp': 4, 'grad/layers.{0..1}.mlp': 8}

@@ -10,20 +10,20 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from hybridkernels.ahead_of_time import CAPABILITIES, KERNELS, KernelResources, compile_ahead, compile_cases
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridvalidation.gate.baseline_file import read_baseline
 from hybridvalidation.gate.gate import Finding, GateExit
 
 NAME = "kernels"
-"""Name of all kernels among those of scenarios, and the baseline's file name."""
+"""Subject name of all kernels, and the baseline's file name."""
 _COMPILER_SETTINGS = ("TRITON_", "PTXAS_", "DISABLE_", "LLVM_", "MLIR_")
-"""Beginnings of the environment variables that change what Triton compiles."""
+"""Prefixes of environment variables that affect Triton's compilation."""
 _CACHE_SETTING = "TRITON_CACHE_DIR"
 _MEANING = {
-    "registers": "registers a thread",
-    "spill_bytes": "B a thread spilled to memory",
-    "shared_bytes": "B of shared memory a block",
+    "registers": "registers per thread",
+    "spill_bytes": "B spilled per thread",
+    "shared_bytes": "B of shared memory per block",
     "code_bytes": "B of code",
 }
 
@@ -33,15 +33,15 @@ class KernelBaseline:
     """The baseline file: resources by card (``sm_90``) and case."""
 
     triton: str
-    """Version of triton, whose compiler made these figures; another one makes others."""
+    """Triton version of these figures; other versions compile differently."""
     resources: Mapping[str, Mapping[str, KernelResources]]
-    accepted: str = young("")
-    """Why these figures may differ from those before them."""
+    accepted: str = added_field("")
+    """Reason for the change from earlier figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelGateResult:
-    """All findings, and the baseline that today's kernels would make; None where nothing could be compiled."""
+    """Findings, and the baseline of the present kernels; None if nothing could be compiled."""
 
     findings: tuple[Finding, ...]
     replacement: KernelBaseline | None
@@ -54,10 +54,10 @@ def baseline_path(results: Path) -> Path:
 
 
 def capabilities_of(names: Sequence[str]) -> list[int]:
-    """Return the cards that names mean: ``kernels`` all, ``kernels/sm_89`` one.
+    """Return the cards of subject names: ``kernels`` all, ``kernels/sm_89`` one.
 
     Raises:
-        ConfigError: There is no such card.
+        ConfigError: an unknown card.
     """
     known = {f"{NAME}/{_card(capability)}": [capability] for capability in CAPABILITIES} | {NAME: [*CAPABILITIES]}
     faults = [unknown_name("card of kernels", name, known) for name in names if name not in known]
@@ -72,12 +72,14 @@ def run_kernel_gate(
 ) -> KernelGateResult:  # fmt: skip
     """Compile every case of every kernel for some cards and compare with ``kernels.json`` in the folder ``baselines``.
 
-    ``on_kernel`` is called with ``sm_90 swiglu``, once a kernel and card. Figures of other cards stay in the
-    baseline. ``jobs`` are processes; None takes one a core.
+    ``on_kernel`` is called once per kernel and card, as ``sm_90 swiglu``. Other cards' figures stay in the baseline.
+    ``jobs``: parallel processes, None: one per core.
     """
-    reason = "" if find_spec("triton") else "triton is not installed, nothing was compiled; pip install triton (Linux)"
+    reason = (
+        "" if find_spec("triton") else ("triton is not installed, so nothing was compiled; pip install triton (Linux)")
+    )
     if os.environ.get("TRITON_INTERPRET") == "1":
-        reason = reason or "TRITON_INTERPRET=1: kernels are interpreted, nothing was compiled; unset it"
+        reason = reason or "TRITON_INTERPRET=1: kernels are interpreted and nothing was compiled; unset it"
     if reason:
         return KernelGateResult(findings=(_not_measured("", reason, settled=False),), replacement=None, num_compiled=0)
     recorded = read_baseline(baselines / f"{NAME}.json", KernelBaseline)
@@ -95,7 +97,7 @@ def run_kernel_gate(
     if recorded is None:
         findings.append(_not_measured("", "there is no baseline to compare with"))
     elif recorded.triton != here:
-        reason = f"the baseline is of triton {recorded.triton}, this is {here}: another compiler, nothing to compare"
+        reason = f"the baseline is of triton {recorded.triton}, but {here} is installed, which compiles differently"
         findings.append(_not_measured("", f"{reason}; install triton=={recorded.triton}"))
     else:
         findings += _compare(recorded, compiled, failed={finding.stack for finding in findings})
@@ -139,7 +141,7 @@ def _compare(
         old = recorded.resources.get(card, {})
         for name in old.keys() - new.keys():
             if f"{card} {name}" not in failed:
-                yield _not_measured(f"{card} {name}", "is in the baseline but is not compiled any more")
+                yield _not_measured(f"{card} {name}", "is in the baseline but is no longer compiled")
         for name in new.keys() - old.keys():
             yield _not_measured(f"{card} {name}", "there is no baseline to compare with")
         for name in old.keys() & new.keys():

@@ -1,10 +1,10 @@
-"""Planned peaks that a repository keeps, and changes since: to the byte, with their holders."""
+"""Baseline of planned peaks in a repository, and exact changes from it, by holder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.gate.holders import change_text, moved_lines, unfold
@@ -16,30 +16,30 @@ class Verdict(StrEnum):
     EQUAL = "equal"
     GREW = "grew"
     SHRANK = "shrank"
-    """Fails too: an unapproved gain is lost unseen by the next change."""
+    """Also fails: without approval a later loss would go unnoticed."""
     NEW = "new"
-    """There is nothing to compare with."""
-    FITS_NO_MORE = "fits no more"
+    """The baseline has no such plan."""
+    FITS_NO_MORE = "no longer fits"
     NOT_COMPARED = "not compared"
     """There is no baseline file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFigures:
-    """Figures that a baseline keeps of one plan."""
+    """Figures of one plan in a baseline."""
 
     test: str
-    """The test that makes it."""
+    """Test that makes the plan."""
     card: str
     fits: bool
     peak_bytes: int
-    """Of ``torch.cuda.max_memory_allocated``, planned."""
+    """Planned ``torch.cuda.max_memory_allocated``."""
     by_module: Mapping[str, int]
-    """Holders of the peak's bytes as ``class/module``; of ``layers.{0..31}`` what each of these blocks holds."""
+    """Bytes at the peak by holder, ``class/module``; for ``layers.{0..31}`` the bytes of each block."""
     made_with: str
-    """Packages whose versions decide what a model allocates."""
-    fits_barely: bool = young(False)
-    """Whether it fits and leaves less than the card's margin free."""
+    """Versions of packages that affect a model's memory."""
+    fits_barely: bool = added_field(False)
+    """Whether it fits, but without the card's margin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class MemoryBaseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChange:
-    """A plan of this run beside its baseline, and the place of its test."""
+    """A plan of this run compared with its baseline, with its test's location."""
 
     name: str
     new: PlanFigures
@@ -59,7 +59,7 @@ class PlanChange:
     is_compared: bool = True
     """Whether there is a baseline file."""
     is_approved: bool = False
-    """Whether it goes into the baseline, whatever it is."""
+    """Whether it will be written to the baseline."""
     limit_bytes: int | None = None
     """Limit that the test states."""
     path: str = ""
@@ -67,7 +67,7 @@ class PlanChange:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the plan; there is no tolerance, as the count is deterministic."""
+        """Verdict on the plan, without tolerance, as planning is deterministic."""
         if not self.is_compared:
             return Verdict.NOT_COMPARED
         if self.old is None:
@@ -80,22 +80,22 @@ class PlanChange:
 
     @property
     def is_unlike(self) -> bool:
-        """Whether a test fails by its baseline."""
+        """Whether the test fails because of the baseline."""
         return not self.is_approved and self.verdict not in {Verdict.EQUAL, Verdict.NOT_COMPARED}
 
     @property
     def is_over(self) -> bool:
-        """Whether the peak is not below the limit that the test states."""
+        """Whether the peak reaches the limit that the test states."""
         return self.limit_bytes is not None and self.new.peak_bytes >= self.limit_bytes
 
     @property
     def fails(self) -> bool:
-        """Whether the test fails for its memory."""
+        """Whether the test fails because of memory."""
         return self.is_over or self.is_unlike
 
     @property
     def words(self) -> str:
-        """The verdict, whether the limit holds, and whether it fits barely."""
+        """The verdict, with notes on limit and margin."""
         words = [self.verdict] if self.verdict is not Verdict.NOT_COMPARED or not self.is_over else []
         barely = [FitVerdict.BARELY] if self.new.fits_barely else []
         return ", ".join([*words, *(["over its limit"] if self.is_over else []), *barely])
@@ -108,7 +108,7 @@ class PlanChange:
         return change_text(self.old.peak_bytes, self.new.peak_bytes)
 
     def moved(self) -> list[str]:
-        """Return the holders that changed most, a line each."""
+        """Return a line per holder, the largest changes."""
         return [] if self.old is None else moved_lines(unfold(self.old.by_module), unfold(self.new.by_module))
 
     def text(self, file: str) -> str:
@@ -117,13 +117,13 @@ class PlanChange:
             return f"{self.words}: {self.peak}"
         head = f"planned memory of '{self.name}': {self.verdict}, {self.peak}, on {self.new.card}"
         if self.old is None:
-            return f"{head}\n{file} has no such plan; record it: pytest --memory-approve"
+            return f"{head}\n{file} has no such plan; add it: pytest --memory-approve"
         lines = [head, *(f"  {row}" for row in self.moved())]
         if self.old.card != self.new.card:
             lines.append(f"the baseline is of {self.old.card}")
         if self.old.made_with != self.new.made_with:
             lines.append(f"the baseline was made with {self.old.made_with}; this is {self.new.made_with}")
-        lines.append(f"{file} states what is allowed; undo the change, or if it is meant: pytest --memory-approve")
+        lines.append(f"{file} has the accepted figures; undo the change or, if intended, run pytest --memory-approve")
         return "\n".join(lines)
 
     def cells(self) -> list[str]:

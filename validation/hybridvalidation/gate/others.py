@@ -1,4 +1,4 @@
-"""Check of other trainers' plans: made again where their packages are installed, compared with the records."""
+"""Check of other trainers' plans: planned again if their packages are installed, and compared with the records."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.progress import progress_bar
-from hybridvalidation.child import Child, Ended, run_side_by_side
+from hybridvalidation.child import Child, ChildResult, run_side_by_side
 from hybridvalidation.experiment import missing_package, versions_of
 from hybridvalidation.experiments.peers import (
     PeerFigures,
@@ -38,7 +38,7 @@ from hybridvalidation.records.record import Record
 from hybridvalidation.scenario_files import ScenarioFiles
 
 NAMES = ("recorded", "peers")
-"""Names of other trainers' plans among scenarios; ``recorded/peft`` for those of one file."""
+"""Subject names of other trainers' plans; ``recorded/peft`` for one file."""
 F = TypeVar("F")
 
 
@@ -47,20 +47,20 @@ class OthersPlan(Generic[F]):
     """A plan of another trainer: its job, and its reference."""
 
     source: str
-    """As ``recorded/peft``."""
+    """Source, for example ``recorded/peft``."""
     run: str
     packages: tuple[str, ...]
     planned_with: Mapping[str, str]
-    """Version of each package when the record was made."""
+    """Package versions of the record."""
     recorded: F | None
-    """None: there is no record that answers, or it has no figures."""
+    """Recorded figures; None without a valid record."""
     start: Callable[[], Child[F]]
-    record_of: Callable[[Ended[F]], Record]
+    record_of: Callable[[ChildResult[F]], Record]
     append: Callable[[Record], Path]
 
 
 def read_others(files: ScenarioFiles, names: Sequence[str], results: Path) -> list[OthersPlan[Any]]:
-    """Return the plans that names mean; raises ``ConfigError`` for an unknown one. Nothing is planned."""
+    """Return the plans of subject names, without planning; raises ``ConfigError`` for an unknown one."""
     if not names:
         return []
     found: list[OthersPlan[Any]] = [*_recorded(files, results / "records"), *_peers(files, results / "records")]
@@ -72,7 +72,7 @@ def read_others(files: ScenarioFiles, names: Sequence[str], results: Path) -> li
 
 
 def compare_others(plans: Sequence[OthersPlan[Any]], order: Order) -> Comparison:
-    """Plan again the plans that are possible here, each in a fresh process, and compare."""
+    """Repeat the plans whose packages are installed, each in a new process, and compare."""
     here, absent = list[OthersPlan[Any]](), dict[str, int]()
     for plan in plans:
         if package := missing_package(plan.packages):
@@ -80,7 +80,7 @@ def compare_others(plans: Sequence[OthersPlan[Any]], order: Order) -> Comparison
             absent[why] = absent.get(why, 0) + 1
         else:
             here.append(plan)
-    findings, changed = list[Finding](), list[tuple[OthersPlan[Any], Ended[Any]]]()
+    findings, changed = list[Finding](), list[tuple[OthersPlan[Any], ChildResult[Any]]]()
     with progress_bar(here, desc="plan", unit="run", shown=order.progress) as bar:
         for plan, ended in run_side_by_side(here, lambda plan: plan.start(), order.processes or os.cpu_count() or 1):
             bar.set_postfix_str(f"{plan.source} {plan.run}")
@@ -89,13 +89,13 @@ def compare_others(plans: Sequence[OthersPlan[Any]], order: Order) -> Comparison
             findings += [] if finding is None else [finding]
             changed += [(plan, ended)] if finding is not None and finding.settled_by_accept else []
     return Comparison(
-        subject=f"{len(here)} plans of others' trainers", findings=findings,
+        subject=f"{len(here)} plans of other trainers", findings=findings,
         notes=[f"{why}, {count} plans are not verified here" for why, count in absent.items()],
         accept=lambda: _accept(changed, order.reason),
     )  # fmt: skip
 
 
-def _accept(changed: Sequence[tuple[OthersPlan[Any], Ended[Any]]], reason: str) -> list[Path]:
+def _accept(changed: Sequence[tuple[OthersPlan[Any], ChildResult[Any]]], reason: str) -> list[Path]:
     """Append the new plans to the records, with the reason; return the files."""
     return sorted({
         plan.append(replace(plan.record_of(ended), accepted=reason if plan.recorded is not None else ""))
@@ -103,7 +103,7 @@ def _accept(changed: Sequence[tuple[OthersPlan[Any], Ended[Any]]], reason: str) 
     })  # fmt: skip
 
 
-def _compared(plan: OthersPlan[Any], ended: Ended[Any]) -> Finding | None:
+def _compared(plan: OthersPlan[Any], ended: ChildResult[Any]) -> Finding | None:
     if ended.answer is None:
         return _finding(plan, GateExit.COULD_NOT_MEASURE, ended.fault, settled=False)
     if plan.recorded is None:
@@ -117,7 +117,7 @@ def _compared(plan: OthersPlan[Any], ended: Ended[Any]) -> Finding | None:
     now = versions_of(plan.packages)
     others = [f"{name} {was}, now {now[name]}" for name, was in plan.planned_with.items() if now.get(name, was) != was]
     if others:  # as of kernels and another compiler
-        why = f"planned with {', '.join(others)}: nothing to compare, or another library plans otherwise: {changes}"
+        why = f"not comparable, planned with {', '.join(others)}: {changes}"
         return _finding(plan, GateExit.COULD_NOT_MEASURE, why)
     worse = any(_is_more(old.get(path, ""), value) for path, value in new.items())
     return _finding(plan, GateExit.REGRESSED if worse else GateExit.IMPROVED, changes)

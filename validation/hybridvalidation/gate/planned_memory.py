@@ -1,4 +1,4 @@
-"""Result of the fixture ``memory_plan``: the planned memory of a training step of anyone's model."""
+"""Result of the fixture ``memory_plan``: planned memory of a model's training step."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -26,18 +26,18 @@ _PACKAGES = ("torch", "transformers", "peft", "hybridtrain")
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMemory:
-    """Planned memory of a training step: bytes that were counted in a dry run, nothing was computed."""
+    """Planned memory of a training step, from a dry run."""
 
     name: str
     run: "CardRun"
     verdict: FitVerdict
-    """Whether the card holds reserved bytes and CUDA's context; barely, where less than the margin stays free."""
+    """Whether reserved bytes and CUDA context fit the card; BARELY: without the margin."""
     limits_bytes: list[int] = field(default_factory=list)
     """Limit of ``assert_peak_below``."""
 
     @property
     def fits_card(self) -> bool:
-        """Whether the card holds the plan, with the margin or without."""
+        """Whether the plan fits the card, with or without the margin."""
         return self.verdict is not FitVerdict.NO
 
     @property
@@ -59,8 +59,8 @@ class PlannedMemory:
         """Fail unless the peak is below ``limit``: bytes, or a size like ``"12 GiB"``.
 
         Raises:
-            AssertionError: It is not; the largest holders are named.
-            ConfigError: The limit is no size.
+            AssertionError: the peak is not below; the message lists the largest holders. ConfigError: the limit is not
+            a size.
         """
         __tracebackhide__ = True
         limit_bytes = limit if isinstance(limit, int) else parse_size(limit, "assert_peak_below")
@@ -70,8 +70,8 @@ class PlannedMemory:
             held = ", ".join(f"{name or 'the model itself'} {format_bytes(size)}" for name, size in largest)
             raise AssertionError(
                 f"planned memory of '{self.name}': the peak is {format_bytes(self.peak_bytes)} on "
-                f"{self.run.card.name}; allowed is less than {format_bytes(limit_bytes)}. "
-                f"Largest holders: {held}; make them smaller, or raise the limit."
+                f"{self.run.card.name}; the limit is {format_bytes(limit_bytes)}. Largest holders: {held}; reduce "
+                f"them, or raise the limit."
             )
 
     def figures(self, test: str) -> PlanFigures:
@@ -90,7 +90,7 @@ class MemoryPlanner:
     """The fixture ``memory_plan``: call it with a model and a batch."""
 
     test: str
-    """Node id, which names the plan unless ``name`` does."""
+    """Node id of the test, the default name of the plan."""
     plans: list[PlannedMemory] = field(default_factory=list)
 
     def __call__(
@@ -115,12 +115,12 @@ class MemoryPlanner:
         return self._keep(name, found.run, verdict=found.verdict)
 
     def of_run(self, run: "CardRun", *, name: str | None = None) -> PlannedMemory:
-        """Take the report of a ``VirtualGpu`` instead: for custom training loops."""
+        """Use the report of a ``VirtualGpu``, for custom training loops."""
         return self._keep(name, run, verdict=run.verdict)
 
     def _keep(self, name: str | None, run: Any, *, verdict: FitVerdict) -> PlannedMemory:
         plan = PlannedMemory(name=name or self.test, run=run, verdict=verdict)
         if any(plan.name == other.name for other in self.plans):
-            raise ValueError(f"memory_plan: {self.test} plans '{plan.name}' twice; names are unique: give each name=.")
+            raise ValueError(f"memory_plan: {self.test} plans '{plan.name}' twice; give each plan its own name=.")
         self.plans.append(plan)
         return plan

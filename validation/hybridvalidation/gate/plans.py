@@ -20,7 +20,7 @@ from hybridvalidation.records.verification import Verification, append_verificat
 from hybridvalidation.scenario import Scenario
 from hybridvalidation.scenario_files import ScenarioFiles
 
-_NO_RECORD = "there is no record to compare with; --accept plans it and keeps what it finds"
+_NO_RECORD = "there is no record to compare with; --accept plans and records it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +30,10 @@ class ScenarioPlans:
     scenario: Scenario
     jobs: tuple[Job, ...]
     records: Mapping[str, StackRun]
-    """Reference of each stack: the newest of its name, if it can be one of the same question, else that of another
-    name which answers the same."""
+    """Reference record of each stack: the newest with its name if the job is equal, else one of another name with an
+    equal job."""
     gone: tuple[str, ...]
-    """Stacks that have a record but are not planned any more: their budget would be lost silently."""
+    """Stacks with a record that are no longer planned, whose budget would be lost silently."""
 
     @property
     def state(self) -> str:
@@ -44,7 +44,7 @@ class ScenarioPlans:
         )
 
     def findings(self, job: Job, run: StackRun | None) -> list[Finding]:
-        """Return the differences of a run from its reference; None: it was not made."""
+        """Return the differences of a run from its reference; None: the run is missing."""
         record = self.records.get(job.stack.name)
         if run is not None and run.memory is None:
             return [self.finding(job.stack.name, run.message, settled_by_accept=False)]
@@ -53,12 +53,12 @@ class ScenarioPlans:
         remarks = ""
         if record.key != run.key:
             changes = differences({**record.asked, **record.plan}, {**run.asked, **run.plan})
-            remarks += f"; what is asked has changed: {', '.join(changes)}"
+            remarks += f"; the job has changed: {', '.join(changes)}"
         made_with = torch_series(record.environment.torch)
         if made_with != torch_series():
             remarks += f"; recorded with torch {made_with}, this is {torch_series()}"
         if is_equal(record.memory, run.memory):
-            same = f"the figures are those of the record{remarks}"
+            same = f"figures equal the record{remarks}"
             return [] if record.key == run.key else [self.finding(job.stack.name, same)]
         changed = compare(record.memory, run.memory)
         return [self.finding(job.stack.name, message + remarks, code) for code, message in changed]
@@ -94,7 +94,7 @@ def read_plans(files: ScenarioFiles, names: Iterable[str], results: Path) -> lis
 
 
 def compare_plans(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: Order, results: Path) -> Comparison:
-    """Plan again, equal jobs once, and compare; jobs without a record are planned only to be accepted."""
+    """Plan again, equal jobs once, and compare; jobs without a record are planned only with --accept."""
     verified = _verifications(plans, results) if order.trusts_verified else {}
     again = [found for found in plans if found.scenario.name not in verified]
     begin = time.perf_counter()
@@ -109,7 +109,9 @@ def compare_plans(files: ScenarioFiles, plans: Sequence[ScenarioPlans], order: O
             of_job = found.findings(job, own)
             of_scenario += of_job
             changed += [own] if own is not None and any(finding.settled_by_accept for finding in of_job) else []
-        of_scenario += [found.finding(stack, "has a record and is not asked any more") for stack in found.gone]
+        of_scenario += [
+            found.finding(stack, "has a record but is no longer part of the scenario") for stack in found.gone
+        ]
         findings += of_scenario
         equal |= {} if of_scenario else {found.scenario.name: found.state}
     count = sum(job.key in fresh and job.stack.name in found.records for found in again for job in found.jobs)
@@ -138,7 +140,7 @@ def _planned(again: Sequence[ScenarioPlans], order: Order) -> dict[str, StackRun
 
 def _how_long(seconds: float) -> str:
     here = read_environment()
-    checkout = (here.commit[:8] or "of no checkout") + (", with changes" if here.dirty else "")
+    checkout = (here.commit[:8] or "no checkout") + (", with changes" if here.dirty else "")
     return f"planned again in {seconds:.0f} s by program {program_digest()} (commit {checkout}, torch {here.torch})"
 
 
@@ -148,8 +150,8 @@ def _trusted(plans: Sequence[ScenarioPlans], verified: Mapping[str, Verification
         return []
     count = sum(len(found.jobs) for found in plans if found.scenario.name in verified)
     newest = max(done.started_at for done in verified.values())
-    told = f"{count} dry runs of {len(verified)} scenarios were found again by this very program on {newest[:10]}"
-    return [f"{told}; --verify plans them once more"]
+    told = f"{count} dry runs of {len(verified)} scenarios were verified with this program version on {newest[:10]}"
+    return [f"{told}; --verify plans them again"]
 
 
 def _verifications(plans: Sequence[ScenarioPlans], results: Path) -> dict[str, Verification]:

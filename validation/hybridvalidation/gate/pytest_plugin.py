@@ -1,6 +1,6 @@
-"""The pytest plugin: the fixture ``memory_plan``, and its plans against a baseline that the repository keeps.
+"""The pytest plugin: the fixture ``memory_plan``, with a baseline in the repository.
 
-Tests compare where they run; reports carry the figures, so that with pytest-xdist the one process that writes has all.
+Tests compare in their own process; reports carry the figures to the writing process (pytest-xdist).
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from hybridvalidation.gate.memory_baseline import CELL_HEADERS, MemoryBaseline, 
 from hybridvalidation.gate.planned_memory import MemoryPlanner, PlannedMemory
 
 MARKER = "memory_plan"
-"""Of every test that uses the fixture: ``pytest -m memory_plan`` runs those alone."""
+"""Marker of all tests with the fixture: ``pytest -m memory_plan`` selects them."""
 COMMENT = "<!-- hybridtrain-memory -->"
 """Marker by which the action finds its comment on a pull request."""
 _DEFAULT_FILE = "memory-baseline.json"
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("memory", "planned GPU memory, by hybridtrain")
     group.addoption(
         "--memory-baseline", metavar="FILE",
-        help=f"compare plans with this file; default: {_DEFAULT_FILE} in the root directory, where it exists",
+        help=f"baseline file to compare plans with; default: {_DEFAULT_FILE} in the root directory, if it exists",
     )  # fmt: skip
     group.addoption("--memory-approve", action="store_true", help="write the plans of this run to the baseline")
     group.addoption("--memory-report", metavar="FILE.md", help="write the comparison as Markdown")
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that plan, before -m selects."""
+    """Mark tests with the fixture, before -m selects."""
     for item in items:
         if MARKER in getattr(item, "fixturenames", ()):
             item.add_marker(MARKER)
@@ -64,7 +64,7 @@ def memory_plan(request: pytest.FixtureRequest) -> MemoryPlanner:
 
 
 class MemoryGate:
-    """Baseline and all plans of the run."""
+    """Baseline and plans of a test run."""
 
     def __init__(self, config: pytest.Config) -> None:
         named = config.getoption("--memory-baseline")
@@ -77,18 +77,18 @@ class MemoryGate:
         self.changes: dict[str, PlanChange] = {}
         self.clashes: list[str] = []
         self.unfinished: set[str] = set()
-        """Tests that did not end well: their plans may be missing for that."""
+        """Tests that failed, so that plans may be missing."""
         self.gone: list[str] = []
 
     def change(self, name: str, new: PlanFigures) -> PlanChange:
-        """Return a plan beside its baseline."""
+        """Compare a plan with its baseline."""
         return PlanChange(
             name=name, new=new, old=self.old.get(name), is_compared=self.compares, is_approved=self.approves
         )  # fmt: skip
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Run the test, then compare; where the test itself fails, the comparison is shown beside it."""
+        """Run the test, then compare; if the test itself fails, the comparison is added to its report."""
         try:
             result = yield
         except BaseException:
@@ -117,7 +117,7 @@ class MemoryGate:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the plans out of a report, also of another process."""
+        """Read the plans from a report, also of another process."""
         if not report.passed:
             self.unfinished.add(report.nodeid)
         for name, encoded, limit in getattr(report, "memory_plans", ()):
@@ -151,11 +151,11 @@ class MemoryGate:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print a line for every plan, and annotate those that fail."""
         changes = [change for _, change in sorted(self.changes.items())]
-        hint = ", dropped" if self.approves else "; pytest --memory-approve drops it"
+        hint = ", dropped" if self.approves else "; pytest --memory-approve removes it"
         lines = [
             *(f"{change.words}: {change.name}: {change.peak}" for change in changes),
-            *(f"gone: {name}: no test makes it any more{hint}" for name in self.gone),
-            *(f"two tests share a name: {clash}; give each name= of its own" for clash in self.clashes),
+            *(f"gone: {name}: no test plans it any more{hint}" for name in self.gone),
+            *(f"two plans share a name: {clash}; give each its own name=" for clash in self.clashes),
             *([MARGIN_TOLD] if any(change.new.fits_barely for change in changes) else []),
             *filter(None, (self._annotation(change) for change in self.changes.values())),
         ]
@@ -167,16 +167,17 @@ class MemoryGate:
                 terminalreporter.write_line(line)
 
     def markdown(self) -> str:
-        """Return the comparison for a pull request, what fails first."""
+        """Return the comparison for a pull request, failures first."""
         changes = sorted(self.changes.values(), key=lambda change: (not change.fails, change.name))
         counts = Counter(change.words for change in changes)
         told = ", ".join(f"{count} {words}" for words, count in sorted(counts.items())) or "no plans"
         parts = [
             COMMENT, f"### Planned GPU memory: {told}",
             markdown_table(CELL_HEADERS, [change.cells() for change in changes]) if changes else "",
-            *(f"Gone: `{name}`, no test makes it any more." for name in self.gone),
+            *(f"Gone: `{name}`, no test plans it any more." for name in self.gone),
             MARGIN_TOLD if any(change.new.fits_barely for change in changes) else "",
-            "Meant? `pytest --memory-approve` writes the baseline." if any(c.is_unlike for c in changes) else "",
+            "If intended, run `pytest --memory-approve` to update the "
+            "baseline." if any(c.is_unlike for c in changes) else "",
         ]  # fmt: skip
         return "\n\n".join(part for part in parts if part) + "\n"
 

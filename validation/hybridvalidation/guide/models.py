@@ -2,12 +2,13 @@
 
 from hybridtrain.models.hf_config import hf_architectures
 from hybridtrain.reports.card_report import fits_cell
-from hybridtrain.reports.fit_report import FitArguments, fit_command
+from hybridtrain.reports.fit_arguments import FitArguments
+from hybridtrain.reports.fit_report import fit_command
 from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.show.results import Results
-from hybridvalidation.study.quality import told_in_short
+from hybridvalidation.study.quality import short_verdict
 
 _ABOUT_OTHERS = {"hybrid", "techniques"}
 """Scenarios that compare ways, not models on cards."""
@@ -37,7 +38,7 @@ def recommendations(results: Results) -> str:
         rows.append([
             head, f"{stack}{barely}", f"{memory.tokens_per_step:,}", f"{to_gib(memory.device_used_bytes):.2f}",
             f"{to_gib(memory.host_peak_bytes):.2f}", f"{memory.tokens_per_s:,.0f} ({memory.bound})",
-            told_in_short(results.telling.get(stack)),
+            short_verdict(results.telling.get(stack)),
         ])  # fmt: skip
     headers = [
         "parameters, card", "stack", "tokens per step", "device GiB", "host GiB", "tokens/s (bottleneck)",
@@ -65,7 +66,7 @@ def training_options(model: str, card: str, host_memory: str = "64GiB") -> str:
     ]  # fmt: skip
     shown = table(headers, rows, MARKDOWN, keys=2)
     request = report.request
-    command = f"hybridtrain fit {model} --card {card} --host-memory {host_memory} --write ways/"
+    command = f"hybridtrain fit {model} --card {card} --host-memory {host_memory} --write options/"
     return (
         f"{format_count(request.model.num_params)} parameters on {request.card.name}, {host_memory} of host memory, "
         f"{request.num_sequences} x {request.seq_len} tokens per step, {report.free_percent:g} % of the card free."

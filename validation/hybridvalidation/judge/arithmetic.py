@@ -1,4 +1,4 @@
-"""Stated figures recomputed from a model's shape, each beside that of a dry run."""
+"""Stated figures recomputed from a model's shape, compared with a dry run's."""
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE
 from hybridkernels.int8_quantize import GROUP_SIZE
@@ -12,20 +12,20 @@ from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario import StatedParts
 
 _BACKWARD_SHARE = 0.3
-"""Of all steps, as stated (20-30 %); the upper end."""
+"""Share of steps with a backward pass, as stated (20-30 %); the upper end."""
 _PREDICT_SHARE = 0.8
-"""Of all steps, as stated."""
+"""Share of predicted steps, as stated."""
 _INT8_BYTES = 1 + 4 / GROUP_SIZE
-"""A weight's code and its part of a float32 scale."""
+"""Bytes per weight: its code and its part of a float32 scale."""
 _MOMENT_BYTES = 1 + 4 / QUANT_GROUP_SIZE
-"""A moment's code and its part of a float32 scale."""
+"""Bytes per moment: its code and its part of a float32 scale."""
 _HALF_BYTES = 2.0
-"""A weight in 16 bits."""
+"""Bytes of a 16-bit weight."""
 _MB = 10**6
 
 
 def sum_of_parts_gb(case: Case) -> Metric:
-    """Recompute a stated total of GB from its stated parts; a dry run decides where there is one."""
+    """Recompute a stated total in GB from its stated parts; a dry run decides if there is one."""
     parts, own = _parts(case), case.model.num_params
     num_params = own if parts.num_params is None else parts.num_params
     value = parts.bytes_per_param * num_params / GB + parts.activation_gb

@@ -13,23 +13,23 @@ from hybridvalidation.records.stack_run import StackRun
 from hybridvalidation.scenario import BASELINE_STACK, Target
 
 RATE_METRICS = frozenset({"slowdown_x", "relative_throughput_x"})
-"""Told against the scenario's ``rate_baselines``, at equal tokens per step."""
+"""Metrics relative to the scenario's ``rate_baselines``, at equal tokens per step."""
 ACCURACY_METRICS = frozenset({"accuracy_retention_pct", "accuracy_loss_pct", "relative_weight_difference"})
-"""Of trained proxies."""
+"""Metrics of trained proxies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decider:
-    """The figure that decides, where the stated one is an average or counts only a part."""
+    """The deciding figure, if the stated one is an average or only a part."""
 
     value: float
     evidence: Evidence
     stated_is: str
-    """Nature of the stated figure."""
+    """What the stated figure is, in words."""
     decides: str
     """Name of the deciding figure."""
     is_saving: bool = True
-    """Whether more of it than stated is as good; a total must be met on both sides."""
+    """Whether exceeding the stated value is as good; a total must match on both sides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,21 @@ class Metric:
     error: Interval | None = None
     """Range of an estimated value by the time model's own error."""
     fits: bool = True
-    """Whether the stack runs on the scenario's card at all."""
+    """Whether the stack fits the scenario's card."""
     remark: str = ""
-    """Remark beside the value."""
+    """Remark on the value."""
     decider: Decider | None = None
     decimal: float | None = None
-    """The value in GB of 10**9 bytes, where GB are stated and read as GiB."""
+    """The value in decimal GB, if the statement's GB are read as GiB."""
     is_untested: bool = False
-    """Whether no recorded run tests an estimate like it."""
+    """Whether no recorded run tests such an estimate."""
     blunt: str = ""
-    """Why the bound tells no harm, if it does not: what must fail meets it, or does not clearly miss it."""
+    """Why the bound is not informative: a harmful control meets it, or does not clearly miss it. Empty: it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One stated figure, asked of one stack."""
+    """One stated figure for one stack."""
 
     run: ScenarioRun
     target: Target
@@ -67,9 +67,9 @@ class Case:
 
     @property
     def missing(self) -> str:
-        """Name the missing record."""
+        """Describe the missing record."""
         if self.target.metric in ACCURACY_METRICS:
-            return f"no proxy trained under {self.stack} beside {self.baseline}"
+            return f"no proxy trained under both {self.stack} and {self.baseline}"
         names = [name for name in (self.stack, self.baseline) if self.run.memory(name) is None]
         if names:
             return f"no dry run of {names[0]}"
@@ -104,7 +104,7 @@ class Case:
 
 
 MetricOf: TypeAlias = Callable[[Case], Metric | None]
-"""Computes a metric; None where there is no evidence."""
+"""Computes a metric; None without evidence."""
 
 
 def joined(*remarks: str) -> str:

@@ -1,27 +1,27 @@
-"""Joint verdict on a scenario's rows: one stack holds all of them, or none does."""
+"""Joint verdict on a scenario's rows: whether a single stack meets all of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybridvalidation.experiments.stack_runs import ScenarioRun
-from hybridvalidation.judge.verdict import NOWHERE_ELSE, Elsewhere, Status, Verdict, judge, states_least_need
+from hybridvalidation.judge.verdict import NOWHERE_ELSE, Elsewhere, Status, Verdict, is_about_most_frugal_stack, judge
 from hybridvalidation.scenario import ScenarioTarget, Target
 
 _BEST_FIRST = list(Status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joint:
-    """Every stack that fits, each on all rows that are about the scenario."""
+class JointVerdict:
+    """Verdicts of every stack that fits, on all rows of the scenario."""
 
     rows: tuple[str, ...]
     """Targets, in the scenario's order."""
     stacks: Mapping[str, tuple[Verdict, ...]]
-    """Verdicts by stack, in the order of the rows; the stack that does best comes first."""
+    """Verdicts by stack, in the order of rows; the best stack first."""
 
     @property
     def best(self) -> str:
-        """The stack that does best on all rows together."""
+        """The best stack over all rows."""
         return next(iter(self.stacks))
 
     def verdict(self, row: str) -> Verdict:
@@ -29,7 +29,7 @@ class Joint:
         return self.stacks[self.best][self.rows.index(row)]
 
     def alone(self, row: str) -> dict[Status, list[str]]:
-        """Return the other stacks that do better on a row than the best stack, by status."""
+        """Return the stacks that do better on a row than the best stack, by status."""
         place, found = self.rows.index(row), dict[Status, list[str]]()
         for stack, verdicts in self.stacks.items():
             status = verdicts[place].status
@@ -39,7 +39,7 @@ class Joint:
 
     @property
     def sentence(self) -> str:
-        """Name the stack that holds all rows, or the rows that the nearest one lacks."""
+        """State the stack that meets all rows, or the rows that the best one misses."""
         count = "the row" if len(self.rows) == 1 else f"all {len(self.rows)} rows"
         lacks = [verdict for verdict in self.stacks[self.best] if not verdict.status.is_met]
         if lacks:
@@ -52,11 +52,13 @@ class Joint:
         return f"{self.best} holds {count}{also}."
 
 
-def judge_jointly(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere = NOWHERE_ELSE) -> Joint | None:
-    """Return every stack that fits on every row that names none; where nothing fits, every stack. None without rows.
+def judge_jointly(
+    run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere = NOWHERE_ELSE
+) -> JointVerdict | None:
+    """Judge every stack that fits (all, if none fits) on every row without a stack. None without rows.
 
-    The best stack misses fewest rows, unknown ones among them, then holds most. Of equal ones it has the widest of the
-    narrowest margins: one that may hold all rows comes before one that surely does not.
+    The best stack misses the fewest rows (unknown ones count), then holds the most; ties are broken by the largest
+    smallest margin.
     """
     items = [item for item in run.scenario.targets if is_joint(item, targets)]
     if not items:
@@ -67,13 +69,13 @@ def judge_jointly(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: El
     }
     fitting = {stack: found for stack, found in of_stack.items() if _fits(run, stack)} or of_stack
     ranked = dict(sorted(fitting.items(), key=lambda item: _rank(item[1])))
-    return Joint(rows=tuple(item.id for item in items), stacks=ranked)
+    return JointVerdict(rows=tuple(item.id for item in items), stacks=ranked)
 
 
 def judge_all(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewhere = NOWHERE_ELSE) -> list[Verdict]:
-    """Return the verdicts in file order: one for each stack that a row names, else the best stack's.
+    """Return the verdicts in file order: one per stack that a row names, else the best stack's.
 
-    What any stack must take at least is decided by the one that takes least.
+    A lower bound on memory is decided by the stack with the least.
     """
     joint, found = judge_jointly(run, targets, elsewhere), list[Verdict]()
     for item in run.scenario.targets:
@@ -90,8 +92,8 @@ def judge_all(run: ScenarioRun, targets: Mapping[str, Target], elsewhere: Elsewh
 
 
 def is_joint(item: ScenarioTarget, targets: Mapping[str, Target]) -> bool:
-    """Return whether a row is about the scenario, so that one stack must hold it together with the others."""
-    return not item.stacks and not states_least_need(targets[item.id])
+    """Return whether a row has no stacks, so that one stack must meet all such rows."""
+    return not item.stacks and not is_about_most_frugal_stack(targets[item.id])
 
 
 def _fits(run: ScenarioRun, stack: str) -> bool:

@@ -1,4 +1,4 @@
-"""From records to the metrics of targets: a value, its interval where it has one, and its evidence."""
+"""Metrics of targets from records: value, interval (if any) and evidence."""
 
 from math import exp
 
@@ -13,14 +13,14 @@ from hybridvalidation.records.stack_run import AccuracyFigures, SeedResult, Stac
 from hybridvalidation.scenario import BASELINE_STACK
 
 _LARGEST_EXPONENT = 700.0
-"""A difference of losses whose exponential is still a float64."""
+"""Largest difference of losses whose exponential is finite in float64."""
 
 _SHOWN_BYTES = 10**8
-"""Less on host or disk is not worth a word: the batch on its way."""
+"""Bytes on host or disk that are not mentioned: the batch in transfer."""
 
 
 def compute_metric(case: Case) -> Metric | None:
-    """Return the metric of a target for a stack, None where there is no evidence."""
+    """Return the metric of a target for a stack; None without evidence."""
     name = case.target.metric
     return METRICS[name](case) if name in METRICS else None
 
@@ -72,7 +72,7 @@ def _peak(divisor: int, unit: str) -> MetricOf:
         if memory is None:
             return None
         if _was_refused(record):
-            return figure(memory.device_used_bytes, Evidence.PLANNED, fits=False, remark="the card refused it")
+            return figure(memory.device_used_bytes, Evidence.PLANNED, fits=False, remark="out of memory on the card")
         sizes = {"host": memory.host_peak_bytes, "disk": memory.disk_peak_bytes}
         remark = f"allocated {memory.peak_allocated_bytes / divisor:.2f} {unit}" + "".join(
             f", {name} {size / divisor:.2f} {unit}" for name, size in sizes.items() if size >= _SHOWN_BYTES
@@ -89,7 +89,7 @@ def _batch_text(case: Case) -> str:
     asked = workload.batch_size * workload.seq_len
     if own is None or own.tokens_per_step == asked:
         return ""
-    return f"at {own.tokens_per_step:,} tokens per step, where the scenario has {asked:,}"
+    return f"at {own.tokens_per_step:,} tokens per step, while the scenario has {asked:,}"
 
 
 def _tokens_per_s(case: Case) -> Metric | None:
@@ -166,4 +166,4 @@ METRICS: dict[str, MetricOf] = {
     "delta_bytes_reduction_pct": planned.delta_reduction,
     "peak_vram_gb_per_gpu": _peak(GB, "GB"),
 }
-"""By the name in ``targets.toml``."""
+"""Metrics by the name in ``targets.toml``."""

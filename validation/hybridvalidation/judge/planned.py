@@ -14,10 +14,10 @@ from hybridvalidation.judge.time_error import time_error_of, waiting_text, withi
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.scenario import BASELINE_STACK
 
-_OVERSIZE = "does not fit; its speed is a roofline of a machine that holds it"
+_OVERSIZE = "does not fit; its speed is estimated for a card with enough memory"
 _STATED_DELTAS = 50
 _BYTES = {Codec.FLOAT32: 4.0, Codec.BFLOAT16: 2.0, Codec.INT8_BLOCKS: 1 + 4 / QUANT_GROUP_SIZE}
-"""Per parameter and history tensor; an int8 one has a float32 scale per group."""
+"""Bytes per parameter and history tensor; int8 has a float32 scale per group."""
 
 
 def _reduction(size: Callable[[MemoryFigures], int | None], remark: str = "") -> MetricOf:

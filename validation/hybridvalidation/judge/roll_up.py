@@ -15,7 +15,7 @@ _WORDS = {
 
 
 def roll_up(targets: Mapping[str, Target], found: Iterable[Verdict]) -> list[Verdict]:
-    """Return one verdict per target: the least favourable of those that count, with the others listed."""
+    """Return one verdict per target: the least favourable that counts, with the others listed."""
     by_target: dict[str, list[Verdict]] = {name: [] for name in targets}
     for verdict in found:
         if verdict.target in by_target:
@@ -24,21 +24,21 @@ def roll_up(targets: Mapping[str, Target], found: Iterable[Verdict]) -> list[Ver
 
 
 def counts(rows: Sequence[Verdict]) -> str:
-    """Return the number of figures by verdict, in a sentence."""
+    """Return the number of figures by verdict, and remarks on those that hold."""
     of_status = Counter(row.status for row in rows)
     told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
     held = [row for row in rows if row.status is Status.HOLDS]
     remarks = (
-        ("Outside of the stated range, on its good side", sum(row.is_outside for row in rows)),
-        ("By one stack, while another one that is judged misses it", sum(row.is_missed_too for row in rows)),
+        ("Better than the stated range", sum(row.is_outside for row in rows)),
+        ("By one stack, while another judged stack misses it", sum(row.is_missed_too for row in rows)),
         ("By an estimate that no recorded run tests", sum(row.is_untested for row in rows)),
         ("By a bound that a harmful control meets, or does not clearly miss", sum(row.is_blunt for row in rows)),
         ("Without any of these remarks", sum(not row.has_remark for row in held)),
     )
-    also = "".join(f" {description}: {number}." for description, number in remarks if number)
+    also = "".join(f"\n- {description}: {number}." for description, number in remarks if number)
     kinds = Counter(row.shown_by for row in held)
     by_kind = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
-    of_these = f" Of those that hold, by evidence: {by_kind}.{also}" if held else ""
+    of_these = f"\n\nOf those that hold:\n\n- By evidence: {by_kind}.{also}" if held else ""
     return f"{len(rows)} stated targets: {told}.{of_these}"
 
 
@@ -60,14 +60,14 @@ def _says_something(verdict: Verdict) -> bool:
 def _standing(target: Target, verdicts: Sequence[Verdict]) -> Verdict:
     known = [verdict for verdict in verdicts if _says_something(verdict)] or verdicts
     if not known:
-        return replace(judge_metric(target, "", None), reason="judged nowhere.")
+        return replace(judge_metric(target, "", None), reason="judged nowhere.", because="judged nowhere")
     weight = max(map(_weight, known))
     counting = [verdict for verdict in known if _weight(verdict) == weight]
     worst = max(counting, key=lambda verdict: _BEST_FIRST.index(verdict.status))
     others, places = [verdict for verdict in known if verdict is not worst], dict[Status, list[str]]()
     for other in others:
         places.setdefault(other.status, []).append(f"{other.stack} in {other.place}")
-    alone = f" By this row alone {worst.alone}." if worst.alone else ""
+    alone = f" On this row alone {worst.alone}." if worst.alone else ""
     also = f" Also {by_status(places)}." if places else ""
     is_missed_too = worst.status is Status.HOLDS and any(other.status.is_missed for other in others)
     return replace(worst, reason=f"{worst.reason}{alone}{also}", is_missed_too=is_missed_too)

@@ -1,4 +1,4 @@
-"""A stated figure, judged on one stack: a status, a sentence, and the kind of evidence."""
+"""Verdict on a stated figure for one stack: status, sentence and evidence."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from enum import StrEnum
 from math import inf
 from types import MappingProxyType
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.case import RATE_METRICS, Case, Decider, Metric, joined
 from hybridvalidation.judge.metrics import compute_metric
@@ -15,10 +15,10 @@ from hybridvalidation.records.stack_run import RunKind
 from hybridvalidation.scenario import BASELINE_STACK, ScenarioTarget, Target
 
 _EQUAL_TOLERANCE = 0.01
-"""Figures stated to two or three digits are re-derived within one percent."""
+"""Tolerance of recomputed figures, which are stated to two or three digits."""
 _LARGEST_MARGIN = 1000.0
 _KINDS: dict[Evidence, RunKind] = {Evidence.EXECUTED: "accuracy", Evidence.MEASURED: "measured"}
-"""Of the record that shows a figure; of all others its dry run."""
+"""Kind of the record behind a figure by evidence; default: the dry run."""
 
 
 class Status(StrEnum):
@@ -26,23 +26,23 @@ class Status(StrEnum):
 
     HOLDS = "holds"
     BY_DEFINITION = "by definition"
-    """It holds whatever a program does: the figure is how the recipe is written down."""
+    """True of any program: the figure follows from how the recipe is defined."""
     UNDECIDED = "undecided"
-    """The difference is smaller than the time model's own error, or GB and GiB decide differently."""
+    """The difference is within the time model's error, or GB and GiB give different verdicts."""
     UNPROVEN = "unproven"
-    """There is no record, or its interval lies on both sides."""
+    """No record, or an interval on both sides of the bound."""
     MISLEADING = "misleading"
-    """The figure is right as it was got, but is an average or a part; what decides misses the bound."""
+    """The stated figure is met as an average or a part, but the deciding figure misses the bound."""
     REFUTED = "refuted"
 
     @property
     def is_met(self) -> bool:
-        """Whether the figure stands."""
+        """Whether the statement is met."""
         return self in {Status.HOLDS, Status.BY_DEFINITION}
 
     @property
     def is_missed(self) -> bool:
-        """Whether the figure falls."""
+        """Whether the statement is missed."""
         return self in {Status.MISLEADING, Status.REFUTED}
 
 
@@ -56,48 +56,50 @@ class Verdict:
     status: Status
     reason: str
     """A sentence with the figure and the bound."""
+    because: str
+    """The reason in at most twelve words."""
     evidence: Evidence | None
     value: float | None
     unit: str = ""
     fits: bool = True
-    """Whether the stack runs on the scenario's card."""
+    """Whether the stack fits the scenario's card."""
     margin: float = 0.0
-    """Ratio by which the value is better than its bound, at most 1000; below 1 it misses, 0 without a value."""
+    """Ratio by which the value beats its bound, at most 1000; below 1: misses; 0: no value."""
     decider: Decider | None = None
-    """The figure that decides, where ``value`` is an average or a part."""
+    """The deciding figure, if ``value`` is an average or a part."""
     record: str = ""
-    """File, kind and key of the record that shows it."""
+    """File, kind and key of its record."""
     is_outside: bool = False
-    """Whether the value keeps its bound from outside of the range that is stated."""
+    """Whether the value meets its bound but is outside of the stated range."""
     is_untested: bool = False
-    """Whether it holds by an estimate that no recorded run tests."""
+    """Whether it rests on an estimate that no recorded run tests."""
     is_blunt: bool = False
-    """Whether it holds by a bound that what must fail meets, or does not clearly miss."""
+    """Whether a harmful control also meets the bound, or does not clearly miss it."""
     is_of_scenario: bool = False
-    """Whether it is about the scenario: on that stack which does best on all such rows together."""
-    place: str = young("")
-    """Scenario, study or page where it was reached."""
-    is_registered: bool = young(False)
-    """Whether a study was registered to judge it."""
-    alone: str = young("")
-    """Stacks that do better on the row than the one that does best on all rows together, by status."""
-    is_missed_too: bool = young(False)
-    """Whether it holds by one stack, and another one that it is asked of does not meet it."""
+    """Whether it is a row of the scenario, judged on the stack that is best over all such rows."""
+    place: str = added_field("")
+    """Scenario, study or page of the verdict."""
+    is_registered: bool = added_field(False)
+    """Whether a preregistered study judges it."""
+    alone: str = added_field("")
+    """Stacks that do better on this row than the stack that is best over all rows, by status."""
+    is_missed_too: bool = added_field(False)
+    """Whether one stack meets it while another judged stack does not."""
 
     @property
     def shown_by(self) -> str:
-        """Return the kind of evidence, and that of the figure which decides where it is another one."""
+        """Return the kind of evidence, and the deciding figure's if different."""
         own, decides = self.evidence or "", self.decider.evidence if self.decider else ""
         return own if decides in {"", own} else f"{own}; {decides} decides"
 
     @property
     def has_remark(self) -> bool:
-        """Whether a remark qualifies that it holds."""
+        """Whether a remark qualifies the verdict."""
         return self.is_outside or self.is_missed_too or self.is_untested or self.is_blunt
 
 
 Elsewhere = Mapping[tuple[str, str], Verdict]
-"""Verdicts that a scenario does not reach itself, by target and stack: those of a ladder on quality."""
+"""Verdicts from elsewhere, by target and stack: a quality ladder's."""
 NOWHERE_ELSE: Elsewhere = MappingProxyType({})
 
 
@@ -120,18 +122,18 @@ def judge(
 def judge_metric(
     target: Target, stack: str, metric: Metric | None, *, missing: str = "no record", record: str = ""
 ) -> Verdict:
-    """Return the verdict on a figure, whoever computed it.
+    """Return the verdict on a computed figure.
 
     Args:
-        target: What is stated.
-        stack: What the figure is about.
-        metric: None where there is no evidence.
-        missing: What would have to be there, if nothing is.
-        record: File, kind and key of the record that shows it.
+        target: The stated target.
+        stack: The stack.
+        metric: The figure; None without evidence.
+        missing: The missing evidence, in words.
+        record: File, kind and key of the record.
     """
     unknown = Verdict(
         target=target.id, description=target.description, stack=stack, status=Status.UNPROVEN,
-        reason=f"{stack}: {missing}.",
+        reason=f"{stack}: {missing}.", because=missing,
         evidence=None, value=None,
     )  # fmt: skip
     if metric is None:
@@ -139,8 +141,9 @@ def judge_metric(
     status, reason = _compare(target, stack, metric)
     holds = status is Status.HOLDS
     return replace(
-        unknown, status=status, reason=reason, evidence=metric.evidence, value=metric.value, unit=metric.unit,
-        fits=metric.fits, margin=_margin(target, metric.value), decider=metric.decider, record=record,
+        unknown, status=status, reason=reason, because=_because(target, metric, status), evidence=metric.evidence,
+        value=metric.value, unit=metric.unit, fits=metric.fits, margin=_margin(target, metric.value),
+        decider=metric.decider, record=record,
         is_outside=holds and _is_outside(target, metric.value), is_untested=holds and metric.is_untested,
         is_blunt=holds and bool(metric.blunt),
     )  # fmt: skip
@@ -150,7 +153,9 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     status, reason = _sure_of(target, stack, metric)
     if metric.decimal is not None and (met := _keeps(target, metric.decimal)) is not _keeps(target, metric.value):
         status, word = Status.UNDECIDED, "meets" if met else "misses"
-        reason += f"; in GB of 10^9 bytes {short_number(metric.decimal)}, which {word} it: the unit decides"
+        reason += (
+            f"; in GB of 10^9 bytes {short_number(metric.decimal)}, which {word} it, so the verdict depends on the unit"
+        )
     if not metric.fits and not target.metric.endswith("_reduction_pct"):
         if not status.is_missed and not _states_need(target):
             status = Status.REFUTED
@@ -159,7 +164,7 @@ def _compare(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
         if status is Status.HOLDS and not _is_met(target, decider):
             status = Status.MISLEADING
         shown = f"{short_number(decider.value)} {metric.unit}, {decider.evidence}"
-        reason += f", but {decider.stated_is}; what decides, {decider.decides}: {shown}"
+        reason += f", but {decider.stated_is}; the deciding figure, {decider.decides}: {shown}"
     if target.by_definition and status in {Status.HOLDS, Status.MISLEADING}:
         status = Status.BY_DEFINITION if status is Status.HOLDS else status
         reason += f"; met by definition: {target.by_definition}"
@@ -187,6 +192,17 @@ def _sure_of(target: Target, stack: str, metric: Metric) -> tuple[Status, str]:
     return status, f"{shown} {word} {_wanted(target)}, {metric.evidence}"
 
 
+def _because(target: Target, metric: Metric, status: Status) -> str:
+    """Return the figure and the bound, or what overrules them."""
+    shown = f"{short_number(metric.value)} {metric.unit}"
+    if status is Status.MISLEADING and metric.decider is not None:
+        return f"{shown} as stated, but {short_number(metric.decider.value)} {metric.unit} decides"
+    if status is Status.REFUTED and _keeps(target, metric.value):
+        return f"{shown}, but it runs out of memory"
+    word = {Status.UNDECIDED: "may meet or miss", Status.UNPROVEN: "may meet or miss", Status.REFUTED: "misses"}
+    return f"{shown} {word.get(status, 'meets')} {_wanted(target)}"
+
+
 def _keeps(target: Target, value: float) -> bool:
     low, high = _bounds(target)
     return low <= value <= high
@@ -202,8 +218,8 @@ def _states_need(target: Target) -> bool:
     return target.metric.startswith("peak_vram_g") and target.direction in {"min", "equal"}
 
 
-def states_least_need(target: Target) -> bool:
-    """Return whether the statement is about every stack's least need: the most frugal one decides."""
+def is_about_most_frugal_stack(target: Target) -> bool:
+    """Return whether the target is a lower bound on memory, which the most frugal stack decides."""
     return _states_need(target) and target.direction == "min"
 
 
@@ -216,10 +232,10 @@ def _is_met(target: Target, decider: Decider) -> bool:
 
 def _bounds(target: Target) -> tuple[float, float]:
     if target.direction == "range":
-        assert target.low is not None, "checked at construction"
-        assert target.high is not None, "checked at construction"
+        assert target.low is not None, "checked in TargetFile"
+        assert target.high is not None, "checked in TargetFile"
         return target.low, target.high
-    assert target.value is not None, "checked at construction"
+    assert target.value is not None, "checked in TargetFile"
     if target.direction == "max":
         return -inf, target.value
     if target.direction == "min":
@@ -243,7 +259,7 @@ def _margin(target: Target, value: float) -> float:
 
 
 def short_number(value: float) -> str:
-    """Return a figure in as many digits as matter."""
+    """Return a figure with significant digits."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.2g}" if 0 < abs(value) < 0.01 else f"{value:.2f}"

@@ -1,7 +1,7 @@
-"""``bench attention``: planned memory and time of one layer at growing lengths, unfused and with the flash kernel.
+"""``bench attention``: planned memory and time of one layer by sequence length, unfused and with the flash kernel.
 
-The same two functions that the models call, on tensors without memory, under the ledger that counts a training step.
-Counted is what attention needs beside its inputs, its output and their gradients, which every implementation has.
+A dry run of the two functions that the models call. Counted is attention's memory besides inputs, output and their
+gradients, which every implementation needs.
 """
 
 import time
@@ -13,12 +13,11 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from tabulate import tabulate
 
 from hybridtrain.models.layers import ATTENTION
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.plan.memory_plan import Attention
-from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.reports.tables import MARKDOWN, table, write_page
 from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest
 from hybridtrain.units import format_bytes
@@ -40,22 +39,23 @@ CARD = "rtx-4090"
 DTYPE = torch.bfloat16
 _FILE = "attention.jsonl"
 _MODELS = ("gpt2-small", "llama-7b")
-"""With heads of 64 and of 128."""
+"""Models with head dims 64 and 128."""
 _LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _LENGTH_STEP = 64
-"""Lengths between two of those, where a stated saving begins to hold, are multiples of it."""
+"""Step of the search for the length from which a stated saving holds."""
 SAVING, COST = "flash-attention-saving", "flash-attention-cost"
-"""Targets that are judged here, where the folder of scenarios states them."""
+"""Targets judged here, if the scenario folder states them."""
 STATED_SAVING_PCT = 99.0
-"""Looked for in the lengths where it states none."""
+"""Saving to search for if no target states one."""
 _HEADERS = (
-    "model", "tokens", "unfused peak", "flash peak", "saved %", "unfused kept", "flash kept", "saved %", "time %",
+    "model", "tokens", "peak saved %", "unfused peak", "flash peak", "time %", "kept saved %", "unfused kept",
+    "flash kept",
 )  # fmt: skip
 _BYTES = ("peak_bytes", "kept_bytes")
 _HOW = (
     "One layer, one sequence, {dtype}, forward and backward. Planned, by a dry run of the functions that the models "
-    "call. Peak: most bytes that attention holds beside its inputs, its output and their gradients. Kept: bytes that "
-    "wait between forward and backward, once per layer. The flash kernel's peak is the scratch of its backward pass. "
+    "call. Peak: attention's bytes besides inputs, output and their gradients. Kept: bytes saved between forward and "
+    "backward, once per layer. The flash kernel's peak is the scratch of its backward pass. "
     "Time: estimated for {card}, the flash kernel's over the unfused ops', minus 100 %; below zero it is faster."
 )
 
@@ -65,11 +65,11 @@ class AttentionCost:
     """One implementation, one layer, one sequence, forward and backward."""
 
     peak_bytes: int
-    """Beside inputs, output and their gradients, at the moment when most is held."""
+    """Peak bytes besides inputs, output and their gradients."""
     kept_bytes: int
-    """Kept between forward and backward beside inputs and output, once a layer."""
+    """Bytes saved between forward and backward besides inputs and output, once per layer."""
     seconds: float
-    """Estimated, by the rates of the record's card."""
+    """Estimated seconds on the record's card."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class AttentionRecord(Record):
 
 
 def plan_attention(targets: Mapping[str, Target]) -> AttentionRecord:
-    """Return every model at every length, and at the shortest from which the stated saving holds."""
+    """Plan every model at every length, and at the shortest length from which the stated saving holds."""
     card, stated = card_catalogue()[CARD], _stated_saving_pct(targets)
     started, begin = datetime.now(UTC), time.perf_counter()
     points = [point for model in _MODELS for point in _points(model, card, stated)]
@@ -171,12 +171,12 @@ def append_attention(records: Path, record: AttentionRecord) -> Path:
 
 
 def read_attention(records: Path) -> list[AttentionRecord]:
-    """Return all records, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all records, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / _FILE, AttentionRecord)
 
 
 def judge_attention(record: AttentionRecord, targets: Mapping[str, Target]) -> list[Verdict]:
-    """Return the verdicts at the length that each model is made for."""
+    """Return the verdicts at each model's own length."""
     verdicts, stated = [], _stated_saving_pct(targets)
     for model in dict.fromkeys(point.model for point in record.points):
         points = [point for point in record.points if point.model == model]
@@ -190,7 +190,7 @@ def judge_attention(record: AttentionRecord, targets: Mapping[str, Target]) -> l
             else f"{stated:g} % at no length up to {points[-1].seq_len:,}"
         )
         saving = Metric(point.saving_pct, Evidence.PLANNED, "%", remark=remark)
-        alone = "no recorded run tests this of one op: it shows whether it is slower, not by how much it is faster"
+        alone = "no recorded run tests the estimate for a single op: it shows whether it is slower, not how much faster"
         cost = Metric(point.time_overhead_pct, Evidence.ESTIMATED, "%", remark=alone, is_untested=True)
         verdicts += [
             judge_metric(targets[name], stack, metric, record=f"attention {record.key}")
@@ -207,10 +207,10 @@ def attention_text(record: AttentionRecord, targets: Mapping[str, Target], style
         peaks, kept = ([format_bytes(getattr(cost, name)) for cost in (point.unfused, point.flash)] for name in _BYTES)
         saving, kept_saving = f"{point.saving_pct:.2f}", f"{point.kept_saving_pct:.2f}"
         time_cell = f"{point.time_overhead_pct:+.0f}"
-        rows.append([point.model, f"{point.seq_len:,}", *peaks, saving, *kept, kept_saving, time_cell])
-    table = tabulate(rows, headers=_HEADERS, tablefmt=style, disable_numparse=True)
+        rows.append([point.model, f"{point.seq_len:,}", saving, *peaks, time_cell, kept_saving, *kept])
+    shown = table(_HEADERS, rows, style, keys=2)
     how = _HOW.format(dtype=record.dtype, card=card_catalogue()[record.card].name)
-    return f"{table}\n\n{how}\n\n{verdict_table(judge_attention(record, targets), style)}"
+    return f"{shown}\n\n{how}\n\n{verdict_table(judge_attention(record, targets), style)}"
 
 
 def write_attention(records: list[AttentionRecord], targets: Mapping[str, Target], results: Path) -> list[Path]:

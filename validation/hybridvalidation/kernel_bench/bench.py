@@ -1,8 +1,7 @@
-"""``bench kernels``: run cases one after the other, record each at once, and judge, accept or choose by the records.
+"""``bench kernels``: run cases in sequence, record each at once; then judge, accept or choose by the records.
 
-A case is checked, warmed up and timed in turn; none is started that would exceed the time limit. The most important
-cases come first. A provider is right when its error against the definition is at most twice that of plain torch
-in the same dtype.
+A case is checked, warmed up and timed; cases that would exceed the time limit are not started. The most important ones
+come first. A provider is correct if its error against the definition is at most twice plain torch's in the same dtype.
 """
 
 import time
@@ -26,7 +25,7 @@ from hybridvalidation.kernel_bench.compare import (
     CHOICES,
     Choice,
     SpeedCheck,
-    Undecided,
+    UndecidedOp,
     accept_speed,
     check_speed,
     choose,
@@ -46,64 +45,64 @@ from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario import Target
 
 CASE_BUDGET_S = 1.0
-"""For the samples of a case; checking and compiling come on top."""
+"""Seconds for the samples of a case, without checking and compiling."""
 QUICK_BUDGET_S = 0.25
 CASE_ESTIMATE_S = 8.0
-"""Taken for the next case before the first one has been seen: compilers run."""
+"""Assumed seconds of a case before the first one is timed: compilers run."""
 _CANNOT_RUN = "cannot run here"
-"""In the error of an op that is made to take a provider it does not have (hybridkernels.provider)."""
+"""Text in the error of an op forced to a missing provider (hybridkernels.provider)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """Truth and tolerance of one output."""
+class OutputTolerance:
+    """Exact value and tolerance of one output."""
 
     exact: Tensor
     largest: float
-    """Largest magnitude of the truth."""
+    """Largest magnitude of the exact value."""
     allowed: float
     """Largest absolute error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The output nearest to its bound, or furthest beyond it; errors over the largest value of the truth."""
+    """The output with the largest error relative to its tolerance; errors are over the largest exact value."""
 
     error: float = 0.0
     allowed: float = 0.0
     message: str = ""
-    """Why it is wrong; empty: it is right."""
+    """Why it is wrong; empty: it is correct."""
 
 
-def make_bounds(case: KernelCase, inputs: Inputs) -> tuple[Bound, ...]:
-    """Return truth and tolerance of every output of a case.
+def make_bounds(case: KernelCase, inputs: Inputs) -> tuple[OutputTolerance, ...]:
+    """Return exact value and tolerance of every output of a case.
 
     Raises:
-        RuntimeError: the definition itself gives numbers that are not finite.
+        RuntimeError: the definition gives non-finite numbers.
     """
     exact = call(case, case.exact(inputs))
     plain = call(case, case.same_dtype(inputs))
     return tuple(_bound(truth, same, case.floor) for truth, same in zip(exact, plain, strict=True))
 
 
-def _bound(truth: Tensor, same: Tensor, floor: float | None) -> Bound:
+def _bound(truth: Tensor, same: Tensor, floor: float | None) -> OutputTolerance:
     largest = float(truth.abs().max()) if truth.numel() else 0.0
     error = largest_difference(same, truth)
     if not (largest < float("inf") and error < float("inf")):
         raise RuntimeError("the definition gives numbers that are not finite")
     if floor is None:  # one rounding of the largest value: plain torch may happen to be exact, or to round just once
         floor = torch.finfo(same.dtype).eps / 2 if same.is_floating_point() else 0.0
-    return Bound(truth.detach(), largest, 2 * error + floor * largest)
+    return OutputTolerance(truth.detach(), largest, 2 * error + floor * largest)
 
 
 def call(case: KernelCase, run: Run) -> Tensors:
-    """Return the judged outputs of the last of the calls after which a case is checked."""
+    """Return the judged outputs of the last of the calls before the check."""
     for _ in range(case.checked_calls - 1):
         run()
     return case.seen(run())
 
 
-def judge(outputs: Sequence[Tensor], bounds: Sequence[Bound]) -> Judgement:
+def judge(outputs: Sequence[Tensor], bounds: Sequence[OutputTolerance]) -> Judgement:
     """Return whether all outputs are within their bounds."""
     if len(outputs) != len(bounds):
         return Judgement(message=f"{len(outputs)} outputs, {len(bounds)} expected")
@@ -131,7 +130,7 @@ def largest_difference(actual: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Device of the cases, and the callbacks."""
+    """Device of a benchmark, and callbacks."""
 
     device: torch.device
     card: str
@@ -139,7 +138,7 @@ class Bench:
     triton: str
     environment: Environment
     budget_s: float = CASE_BUDGET_S
-    """Of one case."""
+    """Seconds for the samples of a case."""
     on_record: Callable[[KernelRecord], None]
     log: Callable[[str], None]
     now: Callable[[], float] = time.perf_counter
@@ -151,7 +150,7 @@ class Bench:
         return self.device.type == "cuda"
 
     def card_answers(self) -> bool:
-        """Return whether the card's context still works; after an access out of bounds nothing does."""
+        """Return whether the card's context still works; an out-of-bounds access breaks it."""
         try:
             if self.on_card:
                 torch.cuda.synchronize(self.device)
@@ -160,7 +159,7 @@ class Bench:
         return True
 
     def free(self) -> None:
-        """Free cached memory: the next provider starts like the first one."""
+        """Free cached memory, so that every provider starts equally."""
         if self.on_card and self.card_answers():
             torch.cuda.empty_cache()
 
@@ -178,17 +177,17 @@ class Bench:
 
 @dataclass(slots=True)
 class BenchOutcome:
-    """Records made, and missing cases."""
+    """New records, and missing cases."""
 
     records: list[KernelRecord] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
-    """Cases for which no time was left, or no card any more."""
+    """Cases without time left, or after the loss of the card."""
     lost_card: str = ""
-    """After which case the card's context was gone; every later call would fail."""
+    """Case after which the card's context was lost, so that later calls fail; empty: none."""
 
 
 def run_cases(bench: Bench, cases: Sequence[KernelCase], *, limit_s: float) -> BenchOutcome:
-    """Run cases in their order until ``limit_s`` is over; each record is handed on before the next case begins."""
+    """Run cases in order until ``limit_s``; each record is handed on before the next case."""
     outcome, begin, longest = BenchOutcome(), bench.now(), 0.0
     for place, case in enumerate(cases):
         left = limit_s - (bench.now() - begin)
@@ -206,7 +205,7 @@ def run_cases(bench: Bench, cases: Sequence[KernelCase], *, limit_s: float) -> B
 
 
 def run_case(bench: Bench, case: KernelCase) -> KernelRecord:
-    """Return the record of one case, with any provider's error."""
+    """Return the record of one case, including providers' errors."""
     started_at, begin = datetime.now(UTC).isoformat(timespec="seconds"), bench.now()
     try:
         results = _measure(bench, case)
@@ -244,7 +243,12 @@ def _measure(bench: Bench, case: KernelCase) -> list[ProviderResult]:
 
 
 def _prepare(
-    bench: Bench, case: KernelCase, provider: Provider, inputs: Inputs, bounds: tuple[Bound, ...], stopwatch: Stopwatch
+    bench: Bench,
+    case: KernelCase,
+    provider: Provider,
+    inputs: Inputs,
+    bounds: tuple[OutputTolerance, ...],
+    stopwatch: Stopwatch,
 ) -> tuple[ProviderResult, Run | None]:
     """Return a provider's result so far, and the call to time; none where it is missing, wrong or failed."""
     if provider.missing:
@@ -280,7 +284,7 @@ def _text(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOrder:
-    """Cases to time, and the use of the times."""
+    """Order of a benchmark: cases to time, and use of the times."""
 
     only: Sequence[str] = ()
     """Ops; empty: all."""
@@ -289,9 +293,9 @@ class BenchOrder:
     quick: bool = False
     """One shape of each op, fewer samples."""
     limit_s: float = 600.0
-    """No case is started that would end later."""
+    """Time limit; cases that would exceed it are not started."""
     recorded: bool = False
-    """Run nothing, take the newest record of each case."""
+    """Run nothing; use the newest record of each case."""
     check: bool = False
     accept: bool = False
     choose: bool = False
@@ -299,7 +303,7 @@ class BenchOrder:
 
 @dataclass(slots=True)
 class BenchReport:
-    """Records, decisions by them, and the files written."""
+    """Records, decisions, and written files."""
 
     outcome: BenchOutcome
     evidence: Sequence[EvidenceRecord]
@@ -308,7 +312,7 @@ class BenchReport:
     files: list[Path] = field(default_factory=list)
     check: SpeedCheck | None = None
     chosen: list[Choice] = field(default_factory=list)
-    undecided: list[Undecided] = field(default_factory=list)
+    undecided: list[UndecidedOp] = field(default_factory=list)
 
     @property
     def faults(self) -> list[str]:
@@ -322,7 +326,7 @@ class BenchReport:
 
     @property
     def exit_code(self) -> int:
-        """1 when a provider of ours is wrong or failed, or the card was lost; else that of the comparison."""
+        """1 if one of our providers is wrong or failed, or the card was lost; else the comparison's."""
         if self.faults or self.outcome.lost_card:
             return 1
         return 0 if self.check is None or self.is_accepted else int(self.check.exit_code)
@@ -342,7 +346,7 @@ class BenchReport:
         }
 
     def as_text(self) -> str:
-        """Return a table for each card, then what is missing, wrong, slower and chosen."""
+        """Return a table per card, then lists of missing, wrong, slower and chosen ones."""
         records, lost_card, not_run = self.outcome.records, self.outcome.lost_card, self.outcome.not_run
         parts = [
             f"{card} ({'measured' if of_card[0].is_on_card else 'executed'})\n"
@@ -353,8 +357,8 @@ class BenchReport:
         parts.append("\n".join(absent_lines(records)) or "every provider was timed")
         if lost_card:
             parts.append(
-                f"the card stopped answering after {lost_card}: a kernel may have written where it must not; "
-                f"run the rest with --only, without that op"
+                f"the card stopped answering after {lost_card}: a kernel may have written out of bounds; run the rest "
+                f"with --only, without that op"
             )
         if not_run:
             parts.append(f"not run: {len(not_run)} cases ({', '.join(not_run)}); give more --minutes")
@@ -377,10 +381,10 @@ class BenchReport:
 def bench_kernels(
     order: BenchOrder, results: Path, targets: Mapping[str, Target], log: Callable[[str], None]
 ) -> BenchReport:
-    """Time the kernels; when ``order.recorded``, the newest record of each case stands for a run.
+    """Time the kernels; with ``order.recorded``, the newest record of each case replaces a run.
 
     Raises:
-        ConfigError: an op or a mode that nobody knows.
+        ConfigError: an unknown op or mode.
         RecordError: a record file is damaged.
     """
     require_names(order.only, order.modes)
@@ -417,7 +421,7 @@ def _run_all(order: BenchOrder, on_record: Callable[[KernelRecord], None], log: 
         budget_s=QUICK_BUDGET_S if order.quick else CASE_BUDGET_S, on_record=on_record, log=log,
     )  # fmt: skip
     if not on_card:
-        log("no CUDA card: small shapes on the processor, executed; these times say nothing of a card")
+        log("no CUDA card: small shapes on the CPU, executed; these times say nothing about a card")
     return run_cases(bench, cases, limit_s=order.limit_s)
 
 

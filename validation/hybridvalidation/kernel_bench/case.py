@@ -1,7 +1,7 @@
-"""A benchmark case of a kernel: one op at one shape, by every provider, against one definition.
+"""A benchmark case of a kernel: one op at one shape, by every provider, compared with one definition.
 
-A case owns nothing on the device until ``make_inputs``; a provider's ``setup`` returns a callable without arguments.
-It does the work once and returns the result, so that the first call can be checked and later ones timed.
+``make_inputs`` allocates on the device. A provider's ``setup`` returns a callable without arguments that runs once and
+returns the result: the first call is checked, later ones are timed.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from hybridkernels.triton_launch import cuda_backend
 from hybridtrain.models.model_config import ModelConfig, model_preset
 
 _NOBODY = "nobody"
-"""A provider that no op has."""
+"""Name of a provider that no op has."""
 
 
 class Mode(StrEnum):
-    """Part of training in which an op is measured."""
+    """Pass of training in which an op is measured."""
 
     FORWARD = "forward"
-    """As in training: what the backward pass needs is kept."""
+    """Forward pass as in training: what the backward pass needs is saved."""
     BACKWARD = "backward"
     BOTH = "both"
 
@@ -34,9 +34,9 @@ class Clock(StrEnum):
     """Clock of a measurement."""
 
     DEVICE = "device"
-    """From the op's first kernel to its last; launching is hidden behind other work, as in a long queue."""
+    """From the op's first kernel to its last; launch times are hidden, as in a long queue."""
     WALL = "wall"
-    """From the call to the result, launches included: what counts for a few small kernels between others."""
+    """From the call to the result, launches included: relevant for few small kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Inputs:
     """Arguments of an op, and the gradient of its output."""
 
     args: tuple[Tensor, ...]
-    """Those that require a gradient get one."""
+    """Arguments; those that require a gradient get one."""
     grad: Tensor | None = None
-    """None for a scalar output and for ops without a backward pass."""
+    """Gradient of the output; None for a scalar output and for ops without a backward pass."""
 
 
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -62,11 +62,11 @@ class Provider:
     name: str
     setup: Setup
     is_ours: bool = False
-    """Whether its speed is this project's doing."""
+    """Whether the implementation is this project's."""
     is_choosable: bool = False
-    """Whether the op itself can take it by this name."""
+    """Whether the op itself can choose it by this name."""
     missing: str = ""
-    """Why it cannot run here; empty where it can."""
+    """Reason why it cannot run here; empty: it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,29 +75,29 @@ class KernelCase:
 
     op: str
     key: str
-    """Name of the op in choices.toml, with its class of shapes."""
+    """Name of op and shape class in choices.toml."""
     shape: str
-    """Where the shape comes from, as ``gpt2-1b B4 T1024``."""
+    """Source of the shape, for example ``gpt2-1b B4 T1024``."""
     dtype: str
     mode: Mode
     num_bytes: int
-    """Least traffic (arithmetic): every input read once, every output written once."""
+    """Least traffic in bytes (arithmetic): inputs read once, outputs written once."""
     flops: int
-    """Least arithmetic, recomputation left out."""
+    """Least arithmetic in FLOP, without recomputation."""
     uses_tensor_cores: bool = False
-    """Whether the arithmetic is matrix products of 16-bit numbers."""
+    """Whether the arithmetic is 16-bit matmuls."""
     clock: Clock = Clock.DEVICE
     make_inputs: Callable[[torch.device], Inputs]
     exact: Setup
-    """The definition in wider arithmetic."""
+    """The definition, in wider arithmetic."""
     same_dtype: Setup
     """The plain torch formula in the case's dtype."""
     checked_calls: int = 1
-    """Number of calls before the check: updates in place show their errors after a few."""
+    """Calls before the check: in-place updates show errors after a few."""
     floor: float | None = None
-    """Error that is always allowed, over the largest value; None: one rounding of it to the output's dtype."""
+    """Least tolerance, over the largest value; None: one rounding to the output's dtype."""
     seen: Callable[[Tensors], Tensors] = tuple
-    """The part of the outputs that is judged, each tensor by its own largest value."""
+    """Selects the judged outputs; each tensor is judged by its own largest value."""
     providers: tuple[Provider, ...]
 
     @property
@@ -127,7 +127,7 @@ def trained(function: Function, mode: Mode) -> Setup:
 
 
 def writing(work: Callable[[], object], *outputs: Tensor) -> Run:
-    """Return a run of an op that works in place, with the tensors that it writes."""
+    """Return a call of an in-place op, with the tensors that it writes."""
 
     def run() -> Tensors:
         work()
@@ -151,10 +151,10 @@ def widened(setup: Setup, dtype: torch.dtype) -> Setup:
 
 
 def forced(key: str, provider: str, setup: Setup) -> Setup:
-    """Return a setup that makes the op take one of its providers, and makes sure that the op obeys.
+    """Return a setup that forces a provider of an op, and checks that the op uses it.
 
     Raises:
-        RuntimeError: (the returned setup) the op never asked which provider to take; another one would be timed.
+        RuntimeError: (the returned setup) the op made no choice of provider, so another one would be timed.
     """
 
     def forced_setup(inputs: Inputs) -> Run:
@@ -165,7 +165,7 @@ def forced(key: str, provider: str, setup: Setup) -> Setup:
                 if _NOBODY not in str(error):
                     raise
             else:
-                raise RuntimeError(f"the op does not ask for a provider of '{key}': '{provider}' cannot be forced")
+                raise RuntimeError(f"the op makes no choice of provider for '{key}', so '{provider}' cannot be forced")
         with use_provider(key, provider):
             run = setup(inputs)
 
@@ -181,9 +181,9 @@ def forced(key: str, provider: str, setup: Setup) -> Setup:
 def own_providers(
     key: str, setup: Setup, device: torch.device, *, others: Sequence[str] = ("torch",)
 ) -> tuple[Provider, ...]:
-    """Return the providers from which an op chooses on CUDA, and its only one on the CPU.
+    """Return the providers that an op chooses from on CUDA, and its only one on the CPU.
 
-    ``key`` is the op's in choices.toml, ``others`` are those besides ``triton``.
+    ``key``: the op in choices.toml. ``others``: providers besides ``triton``.
     """
     providers = [
         Provider(name=name, setup=forced(key, name, setup), is_choosable=True, missing=needs_card(device))
@@ -195,17 +195,17 @@ def own_providers(
 
 
 def needs_card(device: torch.device) -> str:
-    """Return the reason for a missing CUDA provider."""
+    """Return why a CUDA provider cannot run; empty: it can."""
     return "" if device.type == "cuda" else "needs a CUDA card"
 
 
 def needs_triton() -> str:
-    """Return the reason for missing Triton kernels on this machine with a card."""
+    """Return why Triton kernels cannot run here; empty: they can."""
     return "" if cuda_backend() == "triton" else "Triton cannot run kernels here"
 
 
 def needs_package(package: str, device: torch.device) -> str:
-    """Return the reason for a missing provider from a CUDA package; the package is not imported."""
+    """Return why a CUDA package's provider cannot run; the package is not imported."""
     try:
         is_there = find_spec(package) is not None
     except ModuleNotFoundError:  # of a parent
@@ -228,12 +228,12 @@ class ModelBatch:
 
     @property
     def name(self) -> str:
-        """As ``gpt2-1b B4 T1024``."""
+        """Name, for example ``gpt2-1b B4 T1024``."""
         return f"{self.model} B{self.batch} T{self.seq_len}"
 
     @property
     def num_tokens(self) -> int:
-        """Of the micro-batch."""
+        """Tokens of the micro-batch."""
         return self.batch * self.seq_len
 
 
@@ -242,27 +242,27 @@ def _full(model: str, batch: int) -> ModelBatch:
 
 
 _CARD = (_full("llama-7b", 2), _full("gpt2-1b", 4), _full("llama-1b", 4), _full("gpt2-small", 8))
-"""The most valuable first: 7B and 1B models of the scenarios, heads of 64 and 128, grouped and not."""
+"""Workloads by priority: 7B and 1B models of the scenarios, head dims 64 and 128, grouped and not."""
 _CPU = (ModelBatch("gpt2-small", 1, 64), ModelBatch("llama-1b", 1, 64))
-"""Small enough for two processors, the smaller one first."""
+"""Workloads for a small CPU, the smaller one first."""
 
 
 def model_batches(device: torch.device, *, family: str = "", quick: bool = False) -> tuple[ModelBatch, ...]:
-    """Return the workloads of a device, of one model family if named; ``quick`` leaves the first."""
+    """Return the workloads of a device, of one model family if given; ``quick``: only the first."""
     of_device = _CARD if device.type == "cuda" else _CPU
     batches = tuple(workload for workload in of_device if family in {"", workload.config.family})
     return batches[:1] if quick else batches
 
 
-class Maker:
-    """Makes random tensors on a device, the same ones for every provider of a case; ``dtype`` is that of most."""
+class InputMaker:
+    """Makes random tensors on a device, equal for all providers of a case; ``dtype`` is the default dtype."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
         self._generator = torch.Generator(device).manual_seed(20)
 
     def normal(self, *shape: int, scale: float = 1.0, grad: bool = True, dtype: torch.dtype | None = None) -> Tensor:
-        """Return normal numbers."""
+        """Return normally distributed numbers."""
         made = torch.randn(shape, generator=self._generator, device=self._device).mul_(scale)
         return made.to(dtype or self._dtype).requires_grad_(grad)
 

@@ -1,9 +1,8 @@
-"""The cases of every op: those of a training step, from a table, and those on a run's state.
+"""The cases of every op: those of a training step, from a table, and those of state.
 
-The ops on the state have a forward pass only: 8-bit codes, AdamW with such moments, and the small ops between steps.
-Those that work in place give each provider a copy of its output. The small ones are features of a training state, sums
-over moments and an imagined path. They are timed by the wall clock, launches included, against the CPU reference that
-they replace.
+Ops of state have a forward pass only: 8-bit codes, AdamW with such moments, and small ops between steps. In-place ops
+give each provider its own copy. Small ones (features of a training state, sums over moments, an RSSM rollout) are timed
+by wall clock, launches included, against the CPU reference that they replace.
 
 B batch, T sequence, M tokens, C of a slice, D width, N query heads, K key/value heads, H head dim, V vocabulary;
 P values, G = ceil(P / 256) groups; N states, E members, S ticks, Z = K * C classes, A actions.
@@ -64,9 +63,9 @@ from hybridtrain.models.model_config import block_params
 from hybridvalidation.kernel_bench.case import (
     Clock,
     Function,
+    InputMaker,
     Inputs,
     KernelCase,
-    Maker,
     Mode,
     ModelBatch,
     Provider,
@@ -88,28 +87,28 @@ OPS = (
     "causal_attention", "linear_cross_entropy", "adamw_int8", "adamw_int8_rounded", "swiglu", "geglu", "rssm_gru",
     "state_encoding", "moment_statistics", "int8_quantize", "int8_dequantize", "rms_norm", "layer_norm", "rotary",
 )  # fmt: skip
-"""By the share of a step that hangs on their speed, and by how little is known of it."""
+"""Ops by their share of a step, and by how uncertain their speed is."""
 _MODE_ORDER = (Mode.BOTH, Mode.FORWARD, Mode.BACKWARD)
-"""Both decides the choice of a provider."""
+"""Order of modes; both decides the choice of a provider."""
 _DTYPE = torch.bfloat16
 _EPS = 1e-5
 _CHUNK_TOKENS = 1024
-"""Of the loss, as the stack ``tight`` has it."""
+"""Tokens per chunk of the loss, as in the stack ``tight``."""
 _PASSES = {Mode.FORWARD: (1, 0), Mode.BACKWARD: (0, 1), Mode.BOTH: (1, 1)}
 """Forward and backward passes of a mode."""
 _Pair = tuple[int, int]
-"""Of a forward and a backward pass."""
+"""A forward and a backward value."""
 
 
 _LR, _BETAS, _ADAM_EPS, _DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 _CHECKED_STEPS = 3
-"""The first step does not read what the 8-bit moments hold."""
+"""Not the first step, which does not read the 8-bit moments."""
 _SLICE_GROUPS = 2**16
-"""That the reference takes at a time: it makes a dozen float32 tensors of them."""
+"""Groups that the reference processes at a time, as it makes a dozen float32 tensors."""
 _NUM_STATES = (1, 512)
-"""One state, as between two steps; a replay of them."""
+"""Batch sizes: one state, as between two steps; a whole replay."""
 _ROWS, _TICKS = 8, 16
-"""A forecast's samples and the ticks of its horizon of 400 steps."""
+"""Samples of a forecast, and ticks of a horizon of 400 steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,34 +117,35 @@ class _Op:
 
     name: str
     family: str = ""
-    """Empty: every model has it."""
+    """Families with the op; empty: all."""
     function: Function
     plain: Function
-    """The formula in the case's dtype, as a model without kernels has it."""
+    """The formula in the case's dtype, as in a model without kernels."""
     exact: Function
-    """The definition, which is given wider inputs."""
-    make: Callable[[Maker, ModelBatch, Mode], Tensors]
-    """The first tensor has the shape of the output, unless that is a scalar."""
+    """The definition, called with wider inputs."""
+    make: Callable[[InputMaker, ModelBatch, Mode], Tensors]
+    """Makes the inputs; the first has the output's shape, unless that is a scalar."""
     least: Callable[[ModelBatch], tuple[_Pair, _Pair]]
-    """Bytes and operations that are needed at least."""
+    """Least bytes and operations."""
     has_triton: bool = False
-    """Whether it has a kernel of ours; else it takes torch's own on CUDA."""
+    """Whether it has our own kernel; otherwise it uses torch's on CUDA."""
     choices: Sequence[str] = ()
-    """Providers besides Triton's that the op chooses among; empty: it has no choice."""
+    """Providers besides Triton that the op chooses from; empty: no choice."""
     is_loss: bool = False
-    """Scalar, with its gradients from the forward pass: a backward pass is no case, ``forward`` is an evaluation."""
+    """Whether the output is a scalar with gradients from the forward pass: no backward case, ``forward`` is an
+    evaluation."""
     uses_tensor_cores: bool = False
     others: Mapping[str, Function] = field(default_factory=dict)
     liger: tuple[Any, ...] | None = None
-    """Module and autograd function of Liger, and arguments behind the inputs."""
+    """Liger's module and autograd function, and arguments after the inputs."""
     no_liger: str = ""
-    """Why it is not compared."""
+    """Reason why it is not compared."""
 
 
 def plan_cases(device: torch.device, *, only: Sequence[str], modes: Sequence[str], quick: bool) -> list[KernelCase]:
-    """Return the cases of a device: first one of each op, then the rest, op by op in the order of ``OPS``.
+    """Return the cases of a device: one of each op first, then the rest in the order of ``OPS``.
 
-    ``only`` are ops and ``modes`` modes, empty: all; ``quick`` leaves one shape of each op.
+    ``only``: ops, ``modes``: modes, empty: all. ``quick``: one shape per op.
 
     Raises:
         ConfigError: as ``require_names``.
@@ -158,10 +158,10 @@ def plan_cases(device: torch.device, *, only: Sequence[str], modes: Sequence[str
 
 
 def require_names(only: Sequence[str], modes: Sequence[str]) -> None:
-    """Refuse unknown ops and modes.
+    """Raise an error for unknown ops and modes.
 
     Raises:
-        ConfigError: an op or a mode that nobody knows; all of them are named.
+        ConfigError: an unknown op or mode; all are listed.
     """
     faults = [unknown_name("op", name, OPS) for name in only if name not in OPS]
     faults += [unknown_name("mode", name, list(Mode)) for name in modes if name not in list(Mode)]
@@ -185,7 +185,7 @@ def _case(op: _Op, workload: ModelBatch, mode: Mode, device: torch.device) -> Ke
     key = f"{op.name}/head{workload.config.head_dim}" if op.name == "causal_attention" else op.name
 
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(where, _DTYPE)
+        maker = InputMaker(where, _DTYPE)
         args = op.make(maker, workload, mode)
         return Inputs(args, None if op.is_loss else maker.normal(*args[0].shape, grad=False))
 
@@ -244,10 +244,10 @@ def _per_element(passes: _Pair, flops: _Pair, size: str = "width") -> Callable[[
     return least
 
 
-def _rows(size: str, num_rows: int, num_vectors: int = 0) -> Callable[[Maker, ModelBatch, Mode], Tensors]:
+def _rows(size: str, num_rows: int, num_vectors: int = 0) -> Callable[[InputMaker, ModelBatch, Mode], Tensors]:
     """Return a maker of (B, T, size) tensors and (size,) vectors in given numbers."""
 
-    def make(maker: Maker, workload: ModelBatch, _: Mode) -> Tensors:
+    def make(maker: InputMaker, workload: ModelBatch, _: Mode) -> Tensors:
         width = getattr(workload.config, size)
         rows = [maker.normal(workload.batch, workload.seq_len, width) for _ in range(num_rows)]
         return *rows, *(maker.normal(width) for _ in range(num_vectors))
@@ -255,20 +255,20 @@ def _rows(size: str, num_rows: int, num_vectors: int = 0) -> Callable[[Maker, Mo
     return make
 
 
-def _make_rotary(maker: Maker, workload: ModelBatch, _: Mode) -> Tensors:
+def _make_rotary(maker: InputMaker, workload: ModelBatch, _: Mode) -> Tensors:
     config = workload.config
     x_BTNH = maker.normal(workload.batch, workload.seq_len, config.num_heads, config.head_dim)
     table = RotaryTable(workload.seq_len, config.head_dim, config.rope_theta).to(x_BTNH.device)
     return x_BTNH, table.cos_TR, table.sin_TR
 
 
-def _make_attention(maker: Maker, workload: ModelBatch, _: Mode) -> Tensors:
+def _make_attention(maker: InputMaker, workload: ModelBatch, _: Mode) -> Tensors:
     config = workload.config
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     return tuple(maker.normal(workload.batch, workload.seq_len, count, config.head_dim) for count in heads)
 
 
-def _make_loss(maker: Maker, workload: ModelBatch, mode: Mode) -> Tensors:
+def _make_loss(maker: InputMaker, workload: ModelBatch, mode: Mode) -> Tensors:
     config, trains = workload.config, mode is Mode.BOTH
     hidden_MD = maker.normal(workload.num_tokens, config.width, grad=trains)
     weight_VD = maker.normal(config.vocab_size, config.width, scale=config.width**-0.5, grad=trains)
@@ -392,7 +392,7 @@ _OPS = (
     _Op(
         name="rotary", family="llama", function=rotary, plain=_plain_rotary, exact=rotary_reference, make=_make_rotary,
         least=_per_element((2, 2), (3, 3)), others={"eager": _plain_rotary},
-        no_liger="Liger's turns q and k together, in place and in another layout: not the same op",
+        no_liger="Liger's rotates q and k together, in place and in another layout: not the same op",
     ),
 )  # fmt: skip
 
@@ -443,7 +443,7 @@ def _quantize_case(shape: str, numel: int, device: torch.device) -> KernelCase:
     own = own_providers("int8_quantize", setup, device)
     return _codes_case(
         "int8_quantize", shape, numel, flops=5 * numel,
-        make_inputs=lambda where: Inputs((Maker(where, torch.bfloat16).normal(numel, grad=False),)),
+        make_inputs=lambda where: Inputs((InputMaker(where, torch.bfloat16).normal(numel, grad=False),)),
         exact=reference, same_dtype=reference,  # every step is correctly rounded: the codes are equal
         providers=(*own, Provider(name="reference", setup=reference)),
     )  # fmt: skip
@@ -451,7 +451,7 @@ def _quantize_case(shape: str, numel: int, device: torch.device) -> KernelCase:
 
 def _dequantize_case(shape: str, numel: int, device: torch.device) -> KernelCase:
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(where, torch.float32)
+        maker = InputMaker(where, torch.float32)
         codes_P = (maker.integers(numel, below=255) - 127).to(torch.int8)
         return Inputs((codes_P, maker.uniform(num_groups(numel), low=0.001, high=0.1)))
 
@@ -477,7 +477,7 @@ def _update_case(
     """Return a case: weight read and written, gradient read, two codes and two scales of a group read and written."""
 
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(where, torch.bfloat16)
+        maker = InputMaker(where, torch.bfloat16)
         grad_P = maker.normal(numel, scale=1e-3, grad=False)
         return Inputs((maker.normal(numel, scale=0.02, grad=False, dtype=dtype), grad_P))
 
@@ -599,7 +599,7 @@ def _on_processor(setup: Setup) -> Setup:
 
 def _encode_case(num_states: int, device: torch.device) -> KernelCase:
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(torch.device("cpu"), torch.float32)
+        maker = InputMaker(torch.device("cpu"), torch.float32)
         histories = [maker.uniform(num_states, steps, low=0.5, high=5.0) for steps in (LOSS_STEPS, GRAD_NORM_STEPS)]
         moments = maker.uniform(num_states, NUM_MOMENT_STATISTICS, low=1e-6, high=1e-3)
         scalars = maker.uniform(num_states, NUM_SCALARS, low=0.1, high=0.9)
@@ -617,7 +617,7 @@ def _encode_case(num_states: int, device: torch.device) -> KernelCase:
 
 def _moments_case(shape: str, numel: int, device: torch.device) -> KernelCase:
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(where, torch.float32)
+        maker = InputMaker(where, torch.float32)
         m, v, slow = (maker.uniform(numel, low=0.5 * size, high=1.5 * size) for size in (1e-3, 1e-6, 1e-4))
         return Inputs((m, v, slow))  # of one sign: sums that cancel would have no digits to compare
 
@@ -644,7 +644,7 @@ def _rollout_case(device: torch.device) -> KernelCase:
     rows = (NUM_MEMBERS, _ROWS)
 
     def make_inputs(where: torch.device) -> Inputs:
-        maker = Maker(torch.device("cpu"), torch.float32)
+        maker = InputMaker(torch.device("cpu"), torch.float32)
         weights: list[Tensor] = []
         for fan_in, fan_out in (rssm_cell.LAYERS[name] for name in LAYERS):
             weights.append(maker.normal(NUM_MEMBERS, fan_in, fan_out, scale=fan_in**-0.5, grad=False))

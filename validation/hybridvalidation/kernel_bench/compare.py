@@ -1,8 +1,7 @@
-"""Decisions from recorded times: regressions against a card's baseline, and the implementation that an op takes.
+"""Decisions from recorded times: regressions against a card's baseline, and the choice of an op's provider.
 
-Baselines are by card, op, shape and provider. An op's choice on a card is written only where one provider wins.
-It must be right, have enough samples, and beat every other one in every case that decides. Else the op keeps its
-default order.
+Baselines are by card, op, shape and provider. A choice is written only if one correct provider with enough samples
+beats all others in every deciding case. Otherwise the op keeps its default order.
 """
 
 import re
@@ -22,7 +21,7 @@ from hybridvalidation.kernel_bench.record import KernelRecord, newest_kernels
 from hybridvalidation.kernel_bench.timing import WANTED_ROUNDS, Times
 
 TOLERANCE = 0.10
-"""Relative, of the median; beyond it the quantiles 0.2 to 0.8 must not overlap either."""
+"""Relative tolerance of the median; beyond it quantiles 0.2 to 0.8 must also not overlap."""
 CHOICES = Path(str(files("hybridkernels").joinpath("choices.toml")))
 _HEAD = """\
 # The fastest implementation of each op by card, written by `hybridtrain bench kernels --choose` from measurements:
@@ -36,7 +35,7 @@ class SpeedBaseline:
 
     card: str
     torch: str
-    """Versions that the newest rows come from."""
+    """Versions of the newest rows."""
     triton: str
     cases: Mapping[str, Mapping[str, Times]]
     """Times by case and provider."""
@@ -59,11 +58,11 @@ class SpeedCheck:
     findings: list[SpeedFinding] = field(default_factory=list)
     num_compared: int = 0
     num_new: int = 0
-    """Timed today, not in the baseline."""
+    """New times that are not in the baseline."""
 
     @property
     def exit_code(self) -> GateExit:
-        """Regressed before not measured; being faster is no fault."""
+        """Regressed takes precedence over not measured; faster is fine."""
         codes = {finding.exit for finding in self.findings}
         faults = (code for code in (GateExit.REGRESSED, GateExit.COULD_NOT_MEASURE) if code in codes)
         return next(faults, GateExit.OK)
@@ -85,7 +84,7 @@ class SpeedCheck:
 
 
 def baseline_path(folder: Path, card: str) -> Path:
-    """Return the file of a card, as ``kernels-nvidia-h200.json``."""
+    """Return the file of a card, for example ``kernels-nvidia-h200.json``."""
     return folder / f"kernels-{re.sub('[^a-z0-9]+', '-', card.lower()).strip('-')}.json"
 
 
@@ -103,14 +102,14 @@ def check_speed(records: Sequence[KernelRecord], folder: Path) -> SpeedCheck:
         for record in of_card:
             check.compare(record, {} if baseline is None else baseline.cases.get(record.name, {}))
         if check.num_compared == before:
-            why = "there is no baseline" if baseline is None else "the baseline has none of today's cases"
-            reasons.append(f"{why} for {card}: nothing was compared; bench kernels --accept records today's times")
+            why = "there is no baseline" if baseline is None else "the baseline has none of these cases"
+            reasons.append(f"{why} for {card}: nothing was compared; bench kernels --accept records the new times")
     check.findings += [SpeedFinding("", "", GateExit.COULD_NOT_MEASURE, reason) for reason in reasons]
     return check
 
 
 def accept_speed(records: Iterable[KernelRecord], folder: Path) -> list[Path]:
-    """Write today's times into the baselines of their cards; rows that were not run stay."""
+    """Write the new times into their cards' baselines; other rows stay."""
     paths = []
     for card, of_card in _by_card(records).items():
         old = read_baseline(folder, card)
@@ -143,7 +142,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Undecided:
+class UndecidedOp:
     """An op that keeps its default order on a card."""
 
     op: str
@@ -151,8 +150,8 @@ class Undecided:
     reason: str
 
 
-def choose(records: Iterable[KernelRecord]) -> tuple[list[Choice], list[Undecided]]:
-    """Return the choices that the newest records of each case decide, and undecided ones; CUDA cards only."""
+def choose(records: Iterable[KernelRecord]) -> tuple[list[Choice], list[UndecidedOp]]:
+    """Return choices by the newest records of each case, and undecided ops; CUDA cards only."""
     by_row: dict[tuple[str, str], list[KernelRecord]] = {}
     for record in newest_kernels(records):
         if record.is_on_card and any(result.is_choosable for result in record.results):
@@ -162,14 +161,14 @@ def choose(records: Iterable[KernelRecord]) -> tuple[list[Choice], list[Undecide
         # The whole step decides where there is one: one provider runs forward and backward.
         winner, doubt = _winner([record for record in of_row if record.mode is Mode.BOTH] or of_row)
         if doubt:
-            undecided.append(Undecided(*row, doubt))
+            undecided.append(UndecidedOp(*row, doubt))
         else:
             chosen.append(Choice(*row, winner))
     return sorted(chosen), undecided
 
 
-def write_choices(chosen: Sequence[Choice], undecided: Sequence[Undecided], path: Path) -> None:
-    """Rewrite the rows of the ops and cards that were judged; those of others stay."""
+def write_choices(chosen: Sequence[Choice], undecided: Sequence[UndecidedOp], path: Path) -> None:
+    """Rewrite the rows of the judged ops and cards; others stay."""
     judged = {(row.op, row.card) for row in chosen} | {(row.op, row.card) for row in undecided}
     old = [Choice(**row) for row in tomllib.loads(path.read_text(encoding="utf-8")).get("choice", [])]
     rows = sorted([*chosen, *(row for row in old if (row.op, row.card) not in judged)])
@@ -188,7 +187,7 @@ def _winner(records: Sequence[KernelRecord]) -> tuple[str, str]:
             if result.is_choosable and times.num_samples >= WANTED_ROUNDS
         ]
         if len(candidates) < 2:
-            return "", f"{record.name}: fewer than two of its providers are right with enough samples"
+            return "", f"{record.name}: fewer than two providers are correct with enough samples"
         (first, best), *others = candidates
         if not all(best.is_faster_than(times) for _, times in others):
             return "", f"{record.name}: {first} and {others[0][0]} are within noise of each other"

@@ -1,4 +1,4 @@
-"""Record of one benchmark case: every provider's figures, or the reason for none. Bytes are integers."""
+"""Record of one benchmark case: every provider's figures, or why there are none. Bytes are integers."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ class ProviderResult:
     provider: str
     is_ours: bool
     is_choosable: bool
-    """Whether the op can take it by this name."""
+    """Whether the op can choose it by this name."""
     outcome: Outcome
     message: str = ""
     error: float | None = None
-    """Largest difference from the definition, over the largest value there; of the output nearest to its bound."""
+    """Largest difference from the definition over its largest value, of the output nearest to its tolerance."""
     allowed_error: float | None = None
-    """Twice that of plain torch in the same dtype, and one rounding of the largest value."""
+    """Tolerance: twice plain torch's error in the same dtype, plus one rounding of the largest value."""
     times: Times | None = None
     peak_bytes: int | None = None
-    """Most that one call held of the allocator's memory besides what stood before; None: not counted (CPU)."""
+    """Peak of one call in the allocator's memory above what was held before; None: not counted (CPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +44,17 @@ class KernelRecord(Record):
     mode: Mode
     clock: Clock
     num_bytes: int
-    """Least traffic (arithmetic)."""
+    """Least traffic in bytes (arithmetic)."""
     flops: int
     """Least arithmetic."""
     uses_tensor_cores: bool
     results: tuple[ProviderResult, ...]
     card: str
-    """Name of the CUDA card; of the processor where there is none."""
+    """Name of the CUDA card, or of the CPU."""
     driver: str
-    """Version of the card's driver, empty where unknown."""
+    """Version of the card's driver; empty if unknown."""
     triton: str
-    """Version, empty where it is not installed."""
+    """Version of Triton; empty if not installed."""
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class KernelRecord(Record):
         return self.evidence is Evidence.MEASURED
 
     def timed(self) -> list[tuple[ProviderResult, Times]]:
-        """Return the providers that ended well, the fastest first."""
+        """Return the successful providers, the fastest first."""
         pairs = [
             (result, result.times)
             for result in self.results
@@ -76,7 +76,7 @@ class KernelRecord(Record):
         return sorted(pairs, key=lambda pair: pair[1].q50_s)
 
     def fastest(self, wanted: Callable[[ProviderResult], bool]) -> tuple[ProviderResult, Times] | None:
-        """Return the fastest of the wanted providers that ended well."""
+        """Return the fastest successful one of the given providers."""
         return next((pair for pair in self.timed() if wanted(pair[0])), None)
 
 
@@ -86,7 +86,7 @@ def append_kernel(records: Path, record: KernelRecord) -> Path:
 
 
 def read_kernels(records: Path) -> list[KernelRecord]:
-    """Return all records, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all records, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / KERNELS_FILE, KernelRecord)
 
 

@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tabulate import tabulate
-
-from hybridtrain.reports.tables import MARKDOWN, write_page
+from hybridtrain.reports.tables import MARKDOWN, table, write_page
 from hybridtrain.units import GB, MIB
 from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.experiments.card_session.record import EvidenceRecord
@@ -22,9 +20,9 @@ from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.scenario import Target
 
 SPEEDUPS = {"rssm-kernel-speedup": "rssm_gru", "state-encoding-kernel-speedup": "state_encoding"}
-"""Op by target: how much faster a card's kernel is than the processor."""
+"""Target -> op whose kernel on a card is compared with the CPU."""
 _ON_PROCESSOR = "cpu"
-"""Name of the provider that runs there, in a card's records."""
+"""Provider's name on the CPU -> in a card's records."""
 
 
 def processor_speedups(records: Sequence[KernelRecord]) -> list[tuple[KernelRecord, float]]:
@@ -39,7 +37,7 @@ def processor_speedups(records: Sequence[KernelRecord]) -> list[tuple[KernelReco
 
 
 def judge_kernels(records: Sequence[KernelRecord], targets: Mapping[str, Target]) -> list[Verdict]:
-    """Return one verdict a target, by its slowest case; unproven without a card's record."""
+    """Return one verdict per target, by its slowest case; unproven without a card's record."""
     speedups, verdicts = processor_speedups(records), []
     for name, op in SPEEDUPS.items():
         cases = [(factor, record.shape) for record, factor in speedups if record.op == op]
@@ -52,12 +50,12 @@ def judge_kernels(records: Sequence[KernelRecord], targets: Mapping[str, Target]
 
 
 _CASE_HEADERS = (
-    "op", "shape", "mode", "clock", "winner", "ours us", "best other", "us", "ours / other", "GB/s", "TFLOP/s",
-    "of roofline",
+    "op", "case", "winner", "ours us", "best other", "its us", "ours / other", "GB/s", "TFLOP/s", "of roofline",
+    "clock",
 )  # fmt: skip
 _PROVIDER_HEADERS = (
-    "op", "shape", "dtype", "mode", "provider", "us", "20 to 80 %", "samples", "GB/s", "TFLOP/s", "of roofline",
-    "peak MiB", "error", "tolerance",
+    "op", "case", "provider", "us", "20 to 80 %", "samples", "peak MiB", "GB/s", "TFLOP/s", "of roofline",
+    "error / tolerance",
 )  # fmt: skip
 _HOW = (
     "Times: median of one call, providers in turn. Clock `device`: between CUDA events, inputs in no cache, launches "
@@ -66,9 +64,9 @@ _HOW = (
     "the fastest other one; below 1 ours is faster. GB/s and TFLOP/s of our provider count the least traffic and "
     "arithmetic that the op needs (arithmetic). Of roofline: {peaks}. Error: largest difference from the definition "
     "over its largest value, of the output nearest to its bound. Tolerance: twice the error of plain torch in the "
-    "same dtype and one rounding. Peak MiB: peak of a call above what stood before. Not quite alike: Liger's loss "
-    "waits for the device within its call, and bitsandbytes' time holds a cast of the gradient to float32. torchao's "
-    "gradients are float32 from the start."
+    "same dtype and one rounding. Peak MiB: peak of a call above memory held before. Differences: Liger's loss "
+    "synchronizes with the device, bitsandbytes' time includes a cast of the gradient to float32, and torchao's "
+    "gradients are float32."
 )
 
 
@@ -78,13 +76,13 @@ class Peaks:
 
     bytes_per_s: float
     matmul_flops_per_s: float
-    """Of tensor cores with 16-bit numbers."""
+    """Rate of tensor cores with 16-bit numbers, in FLOP/s."""
     flops_per_s: float
-    """Of everything else; 0: unknown."""
+    """Rate of other arithmetic, in FLOP/s; 0: unknown."""
     source: str
 
     def share(self, record: KernelRecord, seconds: float) -> float | None:
-        """Return the roofline's time over ``seconds``; None where it says nothing."""
+        """Return the roofline's time over ``seconds``; None without rates."""
         if record.clock is Clock.WALL:
             return None
         rate = self.matmul_flops_per_s if record.uses_tensor_cores else self.flops_per_s
@@ -113,20 +111,20 @@ def card_peaks(card: str, evidence: Sequence[EvidenceRecord]) -> Peaks | None:
 def case_table(records: Sequence[KernelRecord], peaks: Peaks | None, style: str) -> str:
     """Return one row per case: the winner, and our time over the best other one's."""
     rows = [_case_row(record, peaks) for record in records]
-    return tabulate(rows, headers=_CASE_HEADERS, tablefmt=style, disable_numparse=True)
+    return table(_CASE_HEADERS, rows, style, keys=2)
 
 
 def provider_table(records: Sequence[KernelRecord], peaks: Peaks | None, style: str) -> str:
-    """Return one row per provider that was timed."""
+    """Return one row per timed provider."""
     rows = [_provider_row(record, result, times, peaks) for record in records for result, times in record.timed()]
-    return tabulate(rows, headers=_PROVIDER_HEADERS, tablefmt=style, disable_numparse=True)
+    return table(_PROVIDER_HEADERS, rows, style, keys=3)
 
 
 _WORDS = {Outcome.WRONG: "wrong", Outcome.ERROR: "failed", Outcome.SKIPPED: "missing"}
 
 
 def absent_lines(records: Sequence[KernelRecord]) -> list[str]:
-    """Return a sentence for every provider that is missing, wrong or failed, with the cases that say so."""
+    """Return a sentence per missing, wrong or failed provider, with its cases."""
     cases: dict[tuple[str, str, Outcome, str], list[str]] = {}
     for record in records:
         for result in record.results:
@@ -160,14 +158,14 @@ def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[st
     last = max(records, key=lambda record: record.started_at)
     share = "no peak rates are known for this machine"
     if peaks is not None:
-        share = f"the time that those would take at {peaks.source}, over the median; no share of a wall clock's"
+        share = f"least time at {peaks.source} over the median; none for wall times"
     absent = absent_lines(records)
     processor = [
         f"{record.op}, {record.shape}: {factor:.1f} times as fast" for record, factor in processor_speedups(records)
     ]
     made = [f"torch {last.environment.torch}", f"triton {last.triton or 'missing'}"]
     made += [f"driver {last.driver or 'unknown'}"] if last.is_on_card else [f"{last.environment.num_cpus} processors"]
-    changes = ", with changes of its own" if last.environment.dirty else ""
+    changes = ", with uncommitted changes" if last.environment.dirty else ""
     return [
         f"## {records[0].card} ({last.evidence})",
         case_table(records, peaks, MARKDOWN),
@@ -182,12 +180,12 @@ def _card_parts(records: Sequence[KernelRecord], peaks: Peaks | None) -> list[st
 
 def _case_row(record: KernelRecord, peaks: Peaks | None) -> list[str]:
     ours, other = record.fastest(lambda result: result.is_ours), record.fastest(lambda result: not result.is_ours)
-    head = [record.op, record.shape, record.mode, record.clock, _winner(record.timed())]
+    head = [record.op, f"{record.shape}, {record.mode}", _winner(record.timed())]
     other_cells = ["-", "-"] if other is None else [other[0].provider, _us(other[1].q50_s)]
     if ours is None:
-        return [*head, "-", *other_cells, *["-"] * 4]
+        return [*head, "-", *other_cells, *["-"] * 4, record.clock]
     ratio = "-" if other is None else f"{ours[1].q50_s / other[1].q50_s:.2f}"
-    return [*head, _us(ours[1].q50_s), *other_cells, ratio, *_rates(record, ours[1].q50_s, peaks)]
+    return [*head, _us(ours[1].q50_s), *other_cells, ratio, *_rates(record, ours[1].q50_s, peaks), record.clock]
 
 
 def _winner(timed: Sequence[tuple[ProviderResult, Times]]) -> str:
@@ -201,10 +199,10 @@ def _winner(timed: Sequence[tuple[ProviderResult, Times]]) -> str:
 
 def _provider_row(record: KernelRecord, result: ProviderResult, times: Times, peaks: Peaks | None) -> list[str]:
     return [
-        record.op, record.shape, record.dtype, record.mode, result.provider, _us(times.q50_s),
-        f"{_us(times.q20_s)} to {_us(times.q80_s)}", str(times.num_samples), *_rates(record, times.q50_s, peaks),
-        "n/a" if result.peak_bytes is None else f"{result.peak_bytes / MIB:,.1f}", _error(result.error),
-        _error(result.allowed_error),
+        record.op, f"{record.shape}, {record.dtype}, {record.mode}", result.provider, _us(times.q50_s),
+        f"{_us(times.q20_s)} to {_us(times.q80_s)}", str(times.num_samples),
+        "n/a" if result.peak_bytes is None else f"{result.peak_bytes / MIB:,.1f}",
+        *_rates(record, times.q50_s, peaks), f"{_error(result.error)} / {_error(result.allowed_error)}",
     ]  # fmt: skip
 
 

@@ -12,14 +12,14 @@ from hybridvalidation.kernel_bench.case import Clock, Run
 
 MOST_ROUNDS = 100
 WANTED_ROUNDS = 20
-"""Fewer are no ground for a choice."""
+"""Fewest samples for a choice."""
 _OVERRUN = 3.0
-"""Factor by which a case may exceed its budget to reach the wanted rounds."""
+"""Factor by which a case may exceed its budget to reach the required rounds."""
 _FLUSH_BYTES = 256 * MIB
-"""Twice the largest second-level cache of the cards known (H100: 50 MiB, RTX 5090: 96 MiB), and more."""
+"""More than twice the largest L2 cache of known cards (H100: 50 MiB, RTX 5090: 96 MiB)."""
 _MOST_SLEEP_S = 5e-3
 _SLEEP_CYCLES_PER_S = 2.0e9
-"""Of a spinning kernel; no card runs faster by much, a slower one sleeps longer."""
+"""Clock rate assumed for spinning kernels; few cards are faster, slower ones sleep longer."""
 _LAUNCH_MARGIN = 2.0
 
 
@@ -33,14 +33,14 @@ class Times:
     num_samples: int
 
     def is_faster_than(self, other: "Times") -> bool:
-        """Return whether the gap is beyond noise: the quantiles 0.2 to 0.8 do not overlap."""
+        """Return whether it is faster beyond noise: quantiles 0.2 to 0.8 do not overlap."""
         return self.q80_s < other.q20_s
 
 
 class Stopwatch:
     """Times one call, by the wall clock: seconds until the result is there, launches included.
 
-    The caches stay as the call before left them.
+    Caches are not flushed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,10 +65,10 @@ class Stopwatch:
 
 
 class DeviceStopwatch(Stopwatch):
-    """Seconds between two CUDA events around the call, its inputs in no cache.
+    """Seconds between two CUDA events around the call, with cold caches.
 
-    Until the call is queued, the card overwrites a buffer larger than its second-level cache, and then sleeps. Else the
-    gaps between slow launches would count.
+    While the call is queued the card overwrites a buffer larger than its L2 cache and then sleeps, so that slow
+    launches do not count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,7 +99,7 @@ class DeviceStopwatch(Stopwatch):
 
 
 def make_stopwatch(clock: Clock, device: torch.device) -> Stopwatch:
-    """Return the stopwatch of this kind of time on this device."""
+    """Return the stopwatch of a clock on a device."""
     return Stopwatch(device) if clock is Clock.WALL or device.type != "cuda" else DeviceStopwatch(device)
 
 
@@ -111,10 +111,10 @@ def time_in_turn(
     on_fault: Callable[[str, Exception], None],
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
-    """Return the times of each provider that ends well; rounds of one call each, in turn, the first not counted.
+    """Time providers in turn, in rounds of one call each, without the first round; return the times of successful ones.
 
-    Rounds are added while ``budget_s`` lasts, up to 100; below 20 it may last three times as long. ``runs`` are warmed
-    up. ``on_fault`` hears of a provider that raises; it is timed no more, and has no times.
+    Rounds are repeated until ``budget_s``, up to 100; fewer than 20 may take three times as long. ``runs`` are warmed
+    up. ``on_fault`` is called for a provider that raises, which is then dropped.
     """
     samples: dict[str, list[float]] = {name: [] for name in runs}
     begin, rounds = now(), -1  # memory given back after warming up is taken again in the first round

@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import Any
 
-from hybridvalidation.pictures.picture import Axis, Picture, Series, View, diagonal_ends, log_ticks, values_of
+from hybridvalidation.pictures.picture import INK, Axis, Picture, Series, View, diagonal_ends, log_ticks, values_of
 
-_TEXT, _EDGE = "$text", "$edge"
+_TEXT, _EDGE, _PAGE = "$text", "$edge", "$page"
 """Colours of the page, in either theme."""
+_FAINT = "26"
+"""Behind a colour: its opacity of 15 %, in hexadecimal digits."""
 _SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "star")
 _MARKS = {
     "bar": {"type": "bar"}, "area": {"type": "scatter", "mode": "lines", "stackgroup": "one"},
@@ -30,8 +32,9 @@ def _band(series: Series) -> list[dict[str, Any]]:
     """Return the band around a line, as an edge and what is filled down to it."""
     if series.mark != "line" or not series.low:
         return []
-    look = {"type": "scatter", "mode": "lines", "x": _rounded(series.x, series.digits), "line": {"width": 0},
-            "showlegend": False, "hoverinfo": "skip", "fillcolor": series.color, "opacity": 0.15}  # fmt: skip
+    look = {"type": "scatter", "mode": "lines", "name": series.name, "x": _rounded(series.x, series.digits),
+            "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip",
+            "fillcolor": f"{_color(series)}{_FAINT}"}  # fmt: skip
     edges = [{**look, "y": _rounded(ends, series.digits)} for ends in (series.low, series.high)]
     return [edges[0], {**edges[1], "fill": "tonexty"}]
 
@@ -41,7 +44,8 @@ def _trace(series: Series, view: View) -> dict[str, Any]:
     shown = f"%{{{'x' if is_lying else 'y'}:,.{series.digits}f}} {series.unit}".rstrip()
     place = "%{y}" if is_lying else "%{x}"
     notes = " %{customdata}" if series.notes else ""
-    marker: dict[str, Any] = {"color": series.color}
+    color = _color(series)
+    marker: dict[str, Any] = {"color": color}
     if series.mark == "bar":
         marker["line"] = {"color": _EDGE, "width": 0.5}
     if series.opacity:
@@ -53,10 +57,10 @@ def _trace(series: Series, view: View) -> dict[str, Any]:
         "hovertemplate": f"{place}<br>{series.name}: {shown}{notes}<extra></extra>",
     }  # fmt: skip
     if series.mark == "area":
-        trace |= {"line": {"width": 0.5, "color": series.color, "shape": "hv"}, "fillcolor": series.color}
+        trace |= {"line": {"width": 0.5, "color": color, "shape": "hv"}, "fillcolor": color}
         trace["hovertemplate"] = shown
     elif series.mark == "line":
-        trace["line"] = {"color": series.color}
+        trace["line"] = {"color": color}
     else:
         trace["marker"] = marker
     if series.mark == "bar":
@@ -65,13 +69,17 @@ def _trace(series: Series, view: View) -> dict[str, Any]:
         marker |= {"size": 9, "symbol": _SYMBOLS[series.symbol % len(_SYMBOLS)]}
     if series.low and series.mark == "point":
         trace["error_x"] = {
-            "type": "data", "symmetric": False, "color": series.color,
+            "type": "data", "symmetric": False, "color": color,
             "array": _sizes(series.high, series.x, series.digits),
             "arrayminus": _sizes(series.x, series.low, series.digits),
         }  # fmt: skip
     if series.notes:
         trace["customdata"] = list(series.notes)
     return trace
+
+
+def _color(series: Series) -> str:
+    return _TEXT if series.color == INK else series.color
 
 
 def _rounded(values: Iterable[float | str], digits: int) -> list[float | str]:
@@ -105,7 +113,9 @@ def _layout(view: View) -> dict[str, Any]:
             if line.axis == "x"
             else {"x": 0, "y": line.at, "xanchor": "left"}
         )
-        annotations.append({**across, **place, "text": line.text, "showarrow": False, "yanchor": "bottom"})
+        look = {"text": line.text, "showarrow": False, "yanchor": "bottom", "bgcolor": _PAGE}
+        annotations.append({**across, **place, **look})
+    annotations += [_label(view, *item) for item in view.labels.items()]
     if view.band is not None:
         edges = dict(zip(("x0", "x1"), view.band, strict=True))
         shapes.append({"type": "rect", "xref": "x", "yref": "paper", **edges, "y0": 0, "y1": 1, "fillcolor": "#009e73",
@@ -119,10 +129,23 @@ def _layout(view: View) -> dict[str, Any]:
     return layout | ({"shapes": shapes} if shapes else {}) | ({"annotations": annotations} if annotations else {})
 
 
+def _label(view: View, name: str, label: tuple[float, str]) -> dict[str, Any]:
+    """Return words at the end of a bar, within the axis."""
+    end, words = label
+    low, high = view.x.range or (0.0, max(end for end, _ in view.labels.values()))
+    place: dict[str, Any] = {"x": max(end, low), "xanchor": "left", "xshift": 3}
+    if end > low + 0.8 * (high - low):  # there is no room behind it
+        place = {"x": min(end, high), "xanchor": "right", "xshift": -3}
+    if end > high:
+        place |= {"x": 1, "xref": "paper"}
+    return {"xref": "x", **place, "y": name, "text": words, "showarrow": False, "bgcolor": _PAGE}
+
+
 def _axis(view: View, name: str, axis: Axis) -> dict[str, Any]:
     shown: dict[str, Any] = {"title": {"text": axis.title}} if axis.title else {}
     if axis.names:
         shown |= {"type": "category", "automargin": True, "categoryorder": "array", "categoryarray": list(axis.names)}
+        shown["showgrid"] = False
         return shown | ({"autorange": "reversed", "fixedrange": True} if name == "y" else {"tickangle": -60})
     if axis.is_log:
         ticks = log_ticks(values_of(view, name))

@@ -1,4 +1,4 @@
-"""Job of a record, resolved to values: the key is their digest, and jobs differ by them."""
+"""The job of a record as values: their digest is the key, their differences explain a changed job."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from hybridtrain.plan.memory_plan import SETTINGS, MemoryPlan
 
 
 def values_of(**parts: object) -> dict[str, str]:
-    """Return every value of some dataclasses by its path, as text.
+    """Return all values of dataclasses by path, as text.
 
     >>> from hybridtrain.virtual_gpu.cards.links import Link
     >>> values_of(link=Link(gbps=25.0, hop_seconds=1e-5))
@@ -20,7 +20,7 @@ def values_of(**parts: object) -> dict[str, str]:
 
 
 def key_of(*values: Mapping[str, str]) -> str:
-    """Return 16 hex characters of the SHA-256 of values, whatever their order."""
+    """Return 16 hex characters of the SHA-256 of values, independent of order."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
@@ -47,7 +47,7 @@ def _flat(path: str, value: JsonValue) -> Iterator[tuple[str, str]]:
 
 
 def plan_figures(plan: MemoryPlan) -> dict[str, str]:
-    """Return the plan in force during ordinary steps, as ``path: value``; of a cycle also what differs in phases."""
+    """Return the plan of ordinary steps as ``path: value``; for a cycle also the differences between phases."""
     full = plan.for_phase(Phase.FULL)
     values = full.values()
     kept = {

@@ -1,4 +1,4 @@
-"""A card's step as reference for CPU work: the CPU's own step is far longer and hides that cost."""
+"""Step time of a card, as reference for the cost of CPU work."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ from hybridvalidation.scenario import RATE_BASELINE
 
 _SCENARIO = "gpt2-small"
 CARD_STEP_OF = f"{_SCENARIO} in bf16, of that scenario's card and 4 x 1024 tokens"
-"""Whose step it is, in words."""
+"""Description of the step."""
 
 
 def card_step_s(records: Path) -> float | None:
-    """Return the estimated seconds of the step in bf16, unoptimised otherwise; None without its record."""
+    """Return the estimated seconds of the bf16 step without further optimizations; None without its record."""
     steps = [
         record.memory.step_time_s
         for record in RecordStore(records).read(_SCENARIO)

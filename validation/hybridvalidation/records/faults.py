@@ -1,4 +1,4 @@
-"""The record of a campaign."""
+"""The record of a fault campaign."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class FaultRecord(Record):
     says: str
     seed: int
     counts: Mapping[str, Mapping[str, int]]
-    """Attempts by subject and outcome."""
+    """Number of attempts by subject and outcome."""
     num_faults: int
-    """Attempts that failed."""
+    """Failed attempts."""
     first_faults: tuple[str, ...]
 
 
@@ -29,5 +29,5 @@ def append_faults(records: Path, record: FaultRecord) -> Path:
 
 
 def read_faults(records: Path) -> list[FaultRecord]:
-    """Return all campaigns, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all campaigns, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / _FILE, FaultRecord)

@@ -1,4 +1,4 @@
-"""Makers of records."""
+"""Provenance of records."""
 
 from collections.abc import Iterable
 
@@ -9,11 +9,11 @@ def made_by(records: Iterable[tuple[str, Record]]) -> str:
     """Return the programs, commits and days of records.
 
     Args:
-        records: Each with the name of its kind, empty where all are of one.
+        records: Records, each with the name of its kind; empty if all are of one kind.
     """
     counts: dict[str, dict[str, int]] = {}
     for kind, record in records:
-        commit = record.environment.commit[:8] or "of no checkout"
+        commit = record.environment.commit[:8] or "unknown"
         changes = ", with changes" if record.environment.dirty else ""
         maker = f"program {record.program or 'unknown'} (commit {commit}{changes}, {record.started_at[:10]})"
         of_maker = counts.setdefault(maker, {})

@@ -7,15 +7,15 @@ class Evidence(StrEnum):
     """Evidence of a figure."""
 
     MEASURED = "measured"
-    """On a CUDA card."""
+    """Measured on a CUDA card."""
     EXECUTED = "executed"
-    """Real arithmetic on the CPU."""
+    """Executed: real arithmetic on the CPU."""
     PLANNED = "planned"
-    """Counted by a dry run on the virtual GPU."""
+    """Planned by a dry run on the virtual GPU."""
     ESTIMATED = "estimated"
-    """From a roofline."""
+    """Estimated by a roofline."""
     ARITHMETIC = "arithmetic"
-    """Derived by hand."""
+    """Derived by arithmetic."""
 
 
 class Outcome(StrEnum):
@@ -23,10 +23,10 @@ class Outcome(StrEnum):
 
     OK = "ok"
     OUT_OF_MEMORY = "out_of_memory"
-    """Of the card or of the host; an outcome like any other."""
+    """Out of memory on card or host; a valid outcome."""
     DIVERGED = "diverged"
     ERROR = "error"
     WRONG = "wrong"
-    """Of a kernel: its result is further from the definition than allowed, and it was not timed."""
+    """A kernel's result exceeds its tolerance; it was not timed."""
     SKIPPED = "skipped"
-    """Never started, here or at all; the message says why."""
+    """Not started; the message states why."""

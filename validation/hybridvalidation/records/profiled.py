@@ -1,4 +1,4 @@
-"""Record of the memory profiler's cost, as ``benchmarks/profiler_overhead.py`` timed it."""
+"""Record of the memory profiler's cost, timed by ``benchmarks/profiler_overhead.py``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _FILE = "profiler.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledCase:
-    """One model, interleaved steps with the profiler and without it; medians of wall time."""
+    """One model; medians of wall time over interleaved steps with and without the profiler."""
 
     model: str
     num_params: int
@@ -21,19 +21,19 @@ class ProfiledCase:
     seq_len: int
     every_n_steps: int
     rounds: int
-    """Pairs of steps."""
+    """Number of pairs of steps."""
     step_s: float
-    """Of a step without the profiler."""
+    """Seconds of a step without the profiler."""
     snapshot_s: float
-    """Of ``record_step`` where it takes a snapshot, right after a step."""
+    """Seconds of a ``record_step`` with a snapshot, right after a step."""
     ratio: float
-    """Steps with the profiler over those without it."""
+    """Time of steps with the profiler over those without it."""
     noise: float
-    """That ratio between the steps without it, odd rounds to even rounds."""
+    """Noise: the ratio of odd to even rounds without the profiler."""
 
     @property
     def overhead_pct(self) -> float:
-        """Share of a step's time that snapshots take."""
+        """Snapshots' share of a step's time, in percent."""
         return 100 * self.snapshot_s / self.every_n_steps / self.step_s
 
 
@@ -52,7 +52,7 @@ class ProfilerRecord(Record):
 
     @property
     def judged(self) -> ProfiledCase:
-        """The largest model at its shortest interval: the most realistic case."""
+        """The most realistic case: the largest model at its shortest interval."""
         return max(self.cases, key=lambda case: (case.num_params, -case.every_n_steps))
 
 
@@ -62,5 +62,5 @@ def append_profiled(records: Path, record: ProfilerRecord) -> Path:
 
 
 def read_profiled(records: Path) -> Sequence[ProfilerRecord]:
-    """Return all runs, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all runs, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / _FILE, ProfilerRecord)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridtrain.config.rules import young
+from hybridtrain.config.rules import added_field
 from hybridtrain.run.environment import Environment
 from hybridtrain.run.program import torch_series
 from hybridvalidation.records.outcome import Evidence, Outcome
@@ -12,28 +12,28 @@ SCHEMA = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The header; a subclass adds the figures of its kind of run."""
+    """Header of a record; subclasses add figures."""
 
     key: str
-    """Digest or name of the job: runs with an equal key answer the same question."""
+    """Digest or name of the job; runs with equal keys are repetitions."""
     evidence: Evidence
     outcome: Outcome = Outcome.OK
     message: str = ""
-    """Why a run that did not end well ended."""
+    """Reason for an unsuccessful end."""
     started_at: str
     """UTC, ISO 8601."""
     duration_s: float
     environment: Environment
     program: str = ""
-    """``program_digest`` of what made it; before November 26, 2026 of the files that its process had imported."""
-    accepted: str = young("")
-    """Why its figures may differ from those of the record before it that answers the same."""
+    """``program_digest`` of its program; before November 26, 2026 of the imported files."""
+    accepted: str = added_field("")
+    """Reason for figures that differ from the previous record of the same job."""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
         faults = self.faults()
         if self.schema != SCHEMA:
-            faults.insert(0, f"schema: {self.schema} must be {SCHEMA}; this version cannot read other records")
+            faults.insert(0, f"schema: {self.schema} must be {SCHEMA}; this version reads no other records")
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -42,9 +42,9 @@ class Record:
         return []
 
     def why_repeat(self) -> str:
-        """Return the reason to repeat the same run; empty: this record is valid.
+        """Return why the run must be repeated; empty: this record is valid.
 
-        Whatever program made it: ``hybridtrain records`` tells whether the present one finds the same.
+        The program's version does not matter: ``hybridtrain records`` verifies records with the present one.
         """
         if self.outcome is Outcome.ERROR:
             return f"the run failed: {self.message}"

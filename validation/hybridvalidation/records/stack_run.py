@@ -16,11 +16,11 @@ class SeedResult:
 
     seed: int
     validation_loss: float
-    """Nats per token."""
+    """Validation loss, nats per token."""
     validation_accuracy: float
-    """Share of validation tokens whose most likely prediction is right, 0 to 1."""
+    """Top-1 accuracy on validation tokens, 0 to 1."""
     final_train_loss: float
-    """Mean of the last tenth of the steps."""
+    """Mean loss of the last tenth of the steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +28,15 @@ class AccuracyFigures:
     """Results of training the proxy."""
 
     num_params: int
-    """Of the proxy."""
+    """Parameters of the proxy."""
     num_tokens: int
-    """Seen in training, per seed."""
+    """Training tokens per seed."""
     num_validation_tokens: int
     corpus: str
     corpus_digest: str
     seeds: tuple[SeedResult, ...]
     accumulation_difference: float | None = None
-    """Norm of the weights' difference from those of the large batch over their norm, for fp32 accumulation."""
+    """Relative norm of the difference in final weights between fp32 accumulation and the large batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +48,15 @@ class MeasuredFigures:
     device_used_bytes: int
     num_alloc_retries: int
     step_times_s: tuple[float, ...]
-    """Every counted step."""
+    """Times of all counted steps."""
     tokens_per_s: float
-    """Tokens of a step over the median step time."""
+    """Tokens per step over the median step time."""
     cap_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackRun(Record):
-    """One run; figures only of its kind, and none where it did not end well."""
+    """One run, with figures of its kind only; none if unsuccessful."""
 
     kind: RunKind
     scenario: str

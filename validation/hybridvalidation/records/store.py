@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.decode import decode
@@ -34,7 +35,7 @@ class RecordStore:
         """Return all records of a scenario, oldest first; an empty list when there is no file.
 
         Raises:
-            RecordError: a line is no record; names file and line.
+            RecordError: a line is not a record; the message has file and line.
         """
         return read_lines(self._path(scenario), StackRun)
 
@@ -43,16 +44,8 @@ class RecordStore:
         return sorted(path.stem for path in self.folder.glob("*.jsonl"))
 
     def prune(self, scenario: str, keep: Sequence[StackRun]) -> int:
-        """Drop all other records of a scenario; return their number.
-
-        The one change to what was written; nobody calls it unasked.
-        """
-        records = self.read(scenario)
-        kept = [record for record in records if record in keep]
-        if len(kept) < len(records):
-            with _locked(self._path(scenario)):
-                replace_file(self._path(scenario), "".join(to_json(record) + "\n" for record in kept).encode())
-        return len(records) - len(kept)
+        """Delete all other records of a scenario; return their number. Only on the user's request."""
+        return keep_lines(self._path(scenario), StackRun, keep)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
@@ -67,8 +60,7 @@ def append_record(records: Path, file: str | Path, record: Record) -> Path:
 def append_line(path: Path, record: object) -> None:
     """Add a dataclass to a file of records and wait until it is on disk.
 
-    Writers take turns. A killed writer's unfinished line was never a record: it is
-    cut off, kept in a file beside this one, and reported.
+    Writers lock the file. A killed writer's partial line is moved to a file beside it, and reported.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path) as file:
@@ -87,16 +79,31 @@ def append_line(path: Path, record: object) -> None:
 def read_lines(path: Path, cls: type[T]) -> list[T]:
     """Return the records of a file, oldest first; an empty list when there is no file.
 
-    A last line that was cut short is left out: its writer is still at work, or was killed, and its run is repeated.
+    A partial last line is ignored: its writer is still running, or was killed and the run is repeated.
 
     Raises:
-        RecordError: a whole line is no record; names file and line.
+        RecordError: a complete line is not a record; the message has file and line.
     """
     if not path.exists():
         return []
-    content = path.read_bytes()
+    return list(_records(path.read_bytes(), path, cls))  # type: ignore[arg-type]  # a class has a hash
+
+
+@lru_cache(maxsize=64)
+def _records(content: bytes, path: Path, cls: type) -> tuple[Any, ...]:
+    """Return the records of a file's content, which a report asks for many times."""
     lines = content[: len(content) - len(_torn(content))].removesuffix(b"\n").split(b"\n")
-    return [_decode(path, number, line, cls) for number, line in enumerate(lines, 1)] if lines != [b""] else []
+    return tuple(_decode(path, number, line, cls) for number, line in enumerate(lines, 1) if lines != [b""])
+
+
+def keep_lines(path: Path, cls: type[T], keep: Sequence[T]) -> int:
+    """Delete all other records of a file; return their number."""
+    records = read_lines(path, cls)
+    kept = [record for record in records if record in keep]
+    if len(kept) < len(records):
+        with _locked(path):
+            replace_file(path, "".join(to_json(record) + "\n" for record in kept).encode())
+    return len(records) - len(kept)
 
 
 @contextmanager
@@ -117,7 +124,7 @@ def _keep_aside(path: Path, torn: bytes) -> None:
         file.write(torn + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    sys.stderr.write(f"{path}: a record that was cut short, {len(torn)} bytes, is cut off and kept in {aside}\n")
+    sys.stderr.write(f"{path}: an incomplete record of {len(torn)} bytes was moved to {aside}\n")
 
 
 def _torn(content: bytes) -> bytes:
@@ -135,6 +142,6 @@ def _decode(path: Path, number: int, line: bytes, cls: type[T]) -> T:
         return decode(cls, json.loads(line), source=f"{path}:{number}")
     except (ValueError, ConfigError, RecursionError) as error:
         raise RecordError(
-            f"{path}:{number}: not a record of this version ({error}). Every line must be one whole record; "
-            f"restore the line from version control or delete it, the other records stay."
+            f"{path}:{number}: not a record of this version ({error}). Every line must be one complete record; "
+            f"restore the line from version control, or delete it."
         ) from error

@@ -30,6 +30,11 @@ class Page:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """PNGs that were drawn elsewhere, by name."""
 
+    @property
+    def summary(self) -> str:
+        """The first paragraph below the title."""
+        return self.text.split("\n\n")[1]
+
     def write(self, folder: Path) -> list[Path]:
         """Write ``tables/NAME.md`` and ``plots/*.png`` below a folder of results."""
         from hybridvalidation.pictures.png import png_of  # noqa: PLC0415  matplotlib takes half a second

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from hybridvalidation.experiments.atlas import Atlas, read_atlas
 from hybridvalidation.experiments.recorded import Row, read_planned, read_sources, rows_of
 from hybridvalidation.experiments.stack_runs import ScenarioRun, run_from_records
 from hybridvalidation.judge.verdict import Elsewhere
@@ -13,7 +14,7 @@ from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.equivalence import Comparison
 from hybridvalidation.study.protocol import StudyFile, studies
-from hybridvalidation.study.quality import Quality, ladder_verdicts, stack_quality, telling_of_stacks
+from hybridvalidation.study.quality import Quality, ladder_verdicts, most_informative_comparisons, stack_quality
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,29 @@ class Results:
     @cached_property
     def telling(self) -> Mapping[str, Comparison]:
         """The most informative comparison of each stack on a ladder."""
-        return telling_of_stacks(self.files, self.folder)
+        return most_informative_comparisons(self.files, self.folder)
 
     @cached_property
     def published(self) -> list[Row]:
         """Figures that others measured, beside the planned ones."""
         return rows_of(read_sources(self.files.folder), read_planned(self.records))
 
+    @cached_property
+    def atlas(self) -> Atlas | None:
+        """Models on cards; None without records."""
+        return read_atlas(self.files.folder, self.records)
+
     def run(self, name: str) -> ScenarioRun:
         """Return a scenario with its newest records; nothing is run."""
+        if name not in self._runs:
+            self._runs[name] = self._read_run(name)
+        return self._runs[name]
+
+    @cached_property
+    def _runs(self) -> dict[str, ScenarioRun]:
+        return {}
+
+    def _read_run(self, name: str) -> ScenarioRun:
         scenario = self.files.scenario(name)
         stacks = [self.files.stack(stack) for stack in scenario.stacks]
         return run_from_records(scenario, stacks, RecordStore(self.records))

@@ -13,7 +13,7 @@ from hybridvalidation.scenario import BASELINE_STACK
 CLASS_COLORS: Mapping[str, str] = {
     TensorClass.WEIGHT: "#0072b2", TensorClass.MASTER: "#56b4e9", TensorClass.OPTIM_STATE: "#009e73",
     TensorClass.GRAD: "#d55e00", TensorClass.BOUNDARY: "#f0e442", TensorClass.ACTIVATION: "#e69f00",
-    TensorClass.WORKSPACE: "#cc79a7", "reserved, unused": "#dddddd", "CUDA context": "#999999", "other": "#999999",
+    TensorClass.WORKSPACE: "#cc79a7", "reserved, unused": "#dddddd", "CUDA context": "#7f7f7f", "other": "#8c6d31",
 }  # fmt: skip
 """Holders of bytes: permanent ones first, then temporary ones."""
 _CLASSES = tuple(TensorClass(name) for name in list(CLASS_COLORS)[: len(TensorClass)])

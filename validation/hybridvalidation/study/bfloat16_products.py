@@ -1,9 +1,9 @@
-"""Products of bfloat16 matrices on a processor, and attention's gradients, in a fraction of torch's time.
+"""Fast bfloat16 matmuls and attention gradients on the CPU.
 
-Where the processor has no bfloat16 instructions, factors are multiplied in float32 and the result is rounded once, to
-nearest. Products of two bfloat16 numbers are exact in float32, and sums are kept in float32, as in tensor cores and
-torch's own loops. Only the order of the sums differs. Torch's attention multiplies tile by tile, for each head and row
-alone. Here its gradients are computed for all of them at once, with the roundings of the cards' kernels.
+Without bfloat16 instructions, matmuls run in float32 and are rounded once, to nearest. Products of bfloat16 numbers are
+exact in float32, and sums are in float32, as in tensor cores and torch's own loops: only the order of summation
+differs. Torch's attention works tile by tile; here gradients are computed for all heads and rows at once, with the
+roundings of the cards' kernels.
 
 B matrices of a batch or rows, M rows, K summed over, N columns or heads, T sequence, H head dim.
 """
@@ -43,7 +43,7 @@ def fast_bfloat16() -> Iterator[None]:
 
 
 def product_unit() -> str:
-    """Return the unit that multiplies bfloat16 matrices: ``processor``, by its own instructions, or ``float32``."""
+    """Return the unit that multiplies bfloat16 matrices: ``processor``, for its own instructions, or ``float32``."""
     return "processor" if torch.cpu._is_avx512_bf16_supported() else "float32"
 
 

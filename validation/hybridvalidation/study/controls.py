@@ -1,4 +1,4 @@
-"""Variants of control and disturbed runs: random jumps, mean weights, wrong rounding, other data, faults."""
+"""Control and disturbed runs: random jumps, averaged weights, other rounding, shifted data, faults."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +22,11 @@ from hybridtrain.trainer import Trainer
 
 _AVERAGE_DECAY = 0.99
 _ODD, _OFFSET = 77, 13
-"""Of the exchange of bytes; odd, so that no two become one."""
+"""Parameters of the permutation of bytes; the factor is odd, so that it is a permutation."""
 
 
 class RandomDirection(SlowGradient):
-    """Jumps as far as slow_gradient would, slice by slice, in a random direction. Cannot be fused."""
+    """Jumps as far as slow_gradient, but in a random direction. Cannot be fused."""
 
     def jump(self, predicted_steps: float, lr: float, rollback: RollbackCopy | None) -> Jump:
         """Move all weights by Gaussian noise of the predicted move's norm."""
@@ -52,7 +52,7 @@ class RandomDirection(SlowGradient):
 
 
 class WeightAverage:
-    """An exponential mean of the weights of a trainer whose parameters are float32 on the device."""
+    """Exponential moving average of the weights, for float32 parameters on the device."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._parameters = [parameter for _, parameter in trainer.model.named_unit_parameters()]
@@ -60,19 +60,19 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the weights of a step to the mean."""
+        """Add the weights of a step to the average."""
         for mean, parameter in zip(self._means, self._parameters, strict=True):
             mean.lerp_(parameter, 1 - _AVERAGE_DECAY)
 
     @torch.no_grad()
     def put_in(self) -> None:
-        """Replace the weights by their means."""
+        """Replace the weights by their averages."""
         for mean, parameter in zip(self._means, self._parameters, strict=True):
             parameter.copy_(mean)
 
 
 def shifted(batch: TokenBatch) -> TokenBatch:
-    """Return a batch with permuted bytes: the statistics of an unseen text."""
+    """Return a batch with permuted bytes, as a shift of the data."""
 
     def swapped(token_ids_BT: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         result: npt.NDArray[np.int64] = (token_ids_BT * _ODD + _OFFSET) % NUM_BYTE_TOKENS
@@ -82,7 +82,7 @@ def shifted(batch: TokenBatch) -> TokenBatch:
 
 
 def poison_gradients(trainer: Trainer, step: int) -> None:
-    """Make one gradient of a true step NaN the first time it is computed, as a passing fault of a machine would."""
+    """Make one gradient of a true step NaN at its first computation, as a transient hardware fault."""
     executor = trainer.executor
     run, is_done = executor.forward_backward, False
 
@@ -102,7 +102,7 @@ def poison_gradients(trainer: Trainer, step: int) -> None:
 
 @contextmanager
 def nearest_rounding() -> Iterator[None]:
-    """Round weights without a master to nearest: the control. No plan does so, for it loses small updates."""
+    """Round weights without a master to nearest, as a control that loses small updates."""
     kept = formats.round_stochastically
     formats.round_stochastically = _round_to_nearest
     try:

@@ -39,23 +39,23 @@ class Finding(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A configuration at one model size, compared with its reference seed by seed, and the verdict."""
+    """Verdict on a configuration at one model size, compared with its reference by seed."""
 
     size: ModelSize
     configuration: Configuration
     reference: Configuration
     seeds: tuple[int, ...]
-    """Registered for this analysis."""
+    """Seeds registered for this analysis."""
     pairs: tuple[tuple[LadderRecord, LadderRecord], ...]
-    """Both made, of the same seed: the same first weights, the same batches. Either may have diverged."""
+    """Pairs of runs with the same seed: equal initial weights and batches. Either may have diverged."""
     p_equivalent: float = 1.0
-    """Adjusted, as the other one; 1 where it is not finished."""
+    """Adjusted p-values; 1 if unfinished."""
     p_different: float = 1.0
     finding: Finding = Finding.UNFINISHED
 
     @property
     def differences(self) -> list[float]:
-        """Validation loss above the reference's, nats per token, where both ended."""
+        """Validation loss minus the reference's, nats per token, if neither diverged."""
         return [
             own.validation_loss - other.validation_loss
             for own, other in self.pairs
@@ -69,17 +69,17 @@ class Comparison:
 
     @property
     def diverged_text(self) -> str:
-        """The diverged seeds as the end of a sentence, empty for none."""
+        """Number of diverged seeds as the end of a sentence; empty for none."""
         return f", {self.num_diverged} diverged" if self.num_diverged else ""
 
     @property
     def scale(self) -> tuple[int, float]:
-        """Parameters, and tokens per parameter from the start; fine-tuned ones were trained on as many before."""
+        """Parameters, and tokens per parameter, pre-training included for fine-tuned ones."""
         return self.size.model.num_params, self.size.tokens_per_param
 
     @property
     def is_finished(self) -> bool:
-        """Whether every seed was run."""
+        """Whether all seeds were run."""
         return len(self.pairs) == len(self.seeds)
 
     @property
@@ -98,9 +98,9 @@ class Comparison:
 
 
 def judge_size(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[Comparison]:
-    """Return a verdict for every configuration that is compared: of the first analysis that decides, else of the last.
+    """Return a verdict for every compared configuration: the first conclusive analysis's, else the last's.
 
-    Each of two interim analyses has half of the error rate, and adjusts over the whole family: all verdicts keep it.
+    Each of two interim analyses has half of the error rate, adjusted over the whole family.
     """
     judged = []
     for first in _first_analysis(ladder, made, size):
@@ -110,27 +110,27 @@ def judge_size(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[Co
 
 
 def undecided(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[Comparison]:
-    """Return the comparisons that the first interim analysis leaves inconclusive, and that have a second one."""
+    """Return the comparisons that are inconclusive after the first interim analysis and have a second one."""
     return [one for family in _first_analysis(ladder, made, size) for one in family if _is_open(one)]
 
 
 def last_analysis(
     ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration, reference: Configuration
 ) -> Comparison:
-    """Return the comparison at all seeds of both analyses if they were run, else at those of the first."""
+    """Return the comparison over the seeds of both analyses if they were run, else of the first."""
     second = _compare(ladder, made, size, own, reference, (*size.seeds, *size.more_seeds))
     return second if second.is_finished else _compare(ladder, made, size, own, reference, size.seeds)
 
 
 def confidence_level(ladder: LadderFile, size: ModelSize, own: Configuration) -> float:
-    """Return the confidence level of an interval that decides alone."""
+    """Return the confidence level of an unadjusted interval."""
     return 1 - _alpha(ladder, size, [own])
 
 
 def largest_deviation(ladder: LadderFile, size: ModelSize, num_seeds: int) -> float:
-    """Return the deviation of paired differences, in nats, above which no configuration of family stack is equivalent.
+    """Return the largest deviation of paired differences, in nats, for which equivalence is possible.
 
-    At a mean of zero, for the first one by Holm's order; each that passes lets the next spread a little more.
+    Computed for a mean of zero and the first configuration in Holm's order; later ones may deviate slightly more.
     """
     family = [own for own, _ in ladder.pairs_at(size) if own.family == "stack"]
     if not family:
@@ -160,11 +160,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def extrapolate(
     comparisons: Sequence[Comparison], num_params: float, tokens_per_param: float
 ) -> tuple[Interval, str] | None:
-    """Return the mean difference, nats per token, far outside of all model sizes, and the terms of its line.
+    """Extrapolate the mean difference, nats per token, far beyond the run model sizes; return it with the line's terms.
 
     difference = a + b log10 parameters + c log10 tokens per parameter, by least squares over all pairs of seeds, with
-    the terms in which sizes differ. The 95 % interval assumes that the line goes on: no measurement. None where
-    finished sizes are fewer than a term each and one more: a line through all points has no interval.
+    the terms in which sizes differ. The 95 % interval assumes that the line continues. None unless there are more
+    finished sizes than terms.
     """
     done = [one for one in comparisons if one.is_finished and not one.num_diverged]
     points = {one.size.name: (one.scale[0], float(f"{one.scale[1]:.2g}")) for one in done}

@@ -1,7 +1,6 @@
-"""Compute factors and harm of a study's methods, seed by seed against AdamW, and verdicts on stated figures.
+"""Compute factors and harm of a study's methods against AdamW by seed, and verdicts on stated figures.
 
-A compute factor is the cost at which AdamW ends at the same loss, by interpolation on its horizon curve, over the
-method's own cost.
+Compute factor: AdamW's cost of the same final loss, interpolated on its horizon curve, over the method's cost.
 """
 
 import itertools
@@ -34,7 +33,7 @@ from hybridvalidation.study.protocol import (
 
 _TRUE_STEP_COST = 3.0
 _STATED_SPEED = 1.6
-"""The lower end of what target hybrid-speedup states, beside the loss of quality at that speed (hybrid-quality)."""
+"""Lower end of target hybrid-speedup, for which hybrid-quality states the loss of quality."""
 Curve = list[tuple[float, float]]
 
 
@@ -44,7 +43,7 @@ class Factor:
 
     value: float
     bound: str = ""
-    """``>`` or ``<`` where the loss lies beyond AdamW's longest or shortest horizon."""
+    """``>`` or ``<`` if the loss is beyond AdamW's longest or shortest horizon."""
 
     def __str__(self) -> str:
         """Show it with its bound."""
@@ -53,7 +52,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodFigures:
-    """One method over its seeds, beside AdamW of the same seeds."""
+    """Figures of one method over its seeds, compared with AdamW of the same seeds."""
 
     name: str
     lr: float
@@ -69,12 +68,12 @@ class MethodFigures:
 
     @property
     def cost(self) -> float:
-        """Mean, in true steps."""
+        """Mean cost, in true steps."""
         return fmean(record.cost / _TRUE_STEP_COST for record in self.records)
 
     @property
     def cpu_ratios(self) -> list[float]:
-        """Processor time of a true step over AdamW's, by seed: two runs, one after the other, beside other work."""
+        """CPU time of a true step over AdamW's, by seed; the runs were sequential, on a shared machine."""
         own, base = ([r.cpu_seconds / r.run.num_steps for r in rows] for rows in (self.records, self.baselines))
         return [a / b for a, b in zip(own, base, strict=True)]
 
@@ -85,21 +84,21 @@ class MethodFigures:
 
     @property
     def factor(self) -> Interval:
-        """Mean compute factor with its 95 % interval, open towards where a factor was beyond the horizons."""
+        """Mean compute factor with its 95 % interval, open on the side where factors are beyond the horizons."""
         return self.opened(_interval_of([factor.value for factor in self.factors]), least=0.0)
 
     def opened(self, interval: Interval, *, least: float) -> Interval:
-        """Return an interval without the unmeasured ends.
+        """Return an interval without its unmeasured end.
 
-        Counting a ``>`` as its value makes mean and lower end too low at most: both still bound the truth from below,
-        the upper end says nothing. The other way round for a ``<``.
+        With a ``>`` counted as its value, mean and lower end are lower bounds and the upper end is unknown; the reverse
+        for ``<``.
         """
         low = min(interval.low, least) if "<" in self.bounds else interval.low
         return Interval(interval.mean, low, inf if ">" in self.bounds else interval.high)
 
     @property
     def bounds(self) -> set[str]:
-        """Sides on which factors lie beyond the horizons, so that the mean is a bound."""
+        """Sides on which factors are beyond the horizons, so that the mean is a bound."""
         return {factor.bound for factor in self.factors if factor.bound}
 
 
@@ -114,10 +113,10 @@ def horizon_curve(study: StudyFile, made: Made, seed: int) -> Curve:
 
 
 def compute_factor(curve: Sequence[tuple[float, float]], loss: float, steps: float) -> Factor:
-    """Return the steps at which the curve passes ``loss`` over ``steps``.
+    """Return the steps at which the curve reaches ``loss``, over ``steps``.
 
-    Between two horizons the loss is linear in the logarithm of the steps. Where noise lets a longer horizon end higher,
-    the curve is levelled first: neighbours are averaged until it falls (isotonic regression).
+    Between two horizons the loss is linear in the logarithm of the steps. If noise makes the curve rise, it is first
+    made monotonic by isotonic regression.
     """
     steps_of, losses = zip(*curve, strict=True)
     falling = list(zip(steps_of, isotonic_regression(losses, increasing=False).x.tolist(), strict=True))
@@ -131,7 +130,7 @@ def compute_factor(curve: Sequence[tuple[float, float]], loss: float, steps: flo
 
 
 def method_figures(study: StudyFile, made: Made, name: str) -> MethodFigures | None:
-    """Return a method's figures over the seeds that ended with a loss; None without one. See ``lost_seeds``."""
+    """Return a method's figures over seeds that did not diverge; None without any. See ``lost_seeds``."""
     steps = max(study.horizons) if study.is_constant else study.num_steps
     rows: list[tuple[StudyRecord, StudyRecord, Curve]] = []
     for seed in study.seeds_of(name):
@@ -150,14 +149,14 @@ def method_figures(study: StudyFile, made: Made, name: str) -> MethodFigures | N
 
 
 def lost_seeds(study: StudyFile, made: Made, name: str) -> list[int]:
-    """Return the seeds that figures leave out because a run diverged, the method's or AdamW's; none may be hidden."""
+    """Return the seeds that figures omit because the method or AdamW diverged; they must be reported."""
     figures = method_figures(study, made, name)
     kept = [] if figures is None else [record.run.seed for record in figures.records]
     return [seed for seed in study.seeds_of(name) if seed not in kept]
 
 
 def noise_floor(study: StudyFile, made: Made) -> float | None:
-    """Return the standard deviation of AdamW's final loss over seeds; None without two of them."""
+    """Return the standard deviation of AdamW's final loss over seeds; None with fewer than two."""
     steps = max(study.horizons) if study.is_constant else study.num_steps
     records = [_finished(study, made, BASELINE, seed, steps) for seed in study.seeds]
     losses = [_loss(record) for record in records if record is not None]
@@ -165,7 +164,7 @@ def noise_floor(study: StudyFile, made: Made) -> float | None:
 
 
 def lr_curve(study: StudyFile, made: Made, name: str) -> list[tuple[float, float | None]]:
-    """Return (learning rate, validation loss at the tuning seed) of every rate tried; None where it diverged."""
+    """Return (learning rate, validation loss at the tuning seed) of all tried rates; None if diverged."""
     method = study.method(name)
     runs = study.first_rates()  # AdamW's rates are tried before its betas
     if method is not None:
@@ -176,7 +175,7 @@ def lr_curve(study: StudyFile, made: Made, name: str) -> list[tuple[float, float
 
 
 def judge_study(study: StudyFile, made: Made, targets: Mapping[str, Target]) -> list[Verdict]:
-    """Return one verdict per target of the study; unproven until every run was made."""
+    """Return one verdict per target of the study; unproven until all runs are made."""
     check_targets(study, targets)
     return [judge_metric(targets[name], JUDGED, _metric(study, made, targets[name])) for name in study.targets]
 
@@ -187,7 +186,7 @@ def _finished(study: StudyFile, made: Made, method: str, seed: int, num_steps: i
 
 
 def _loss(record: StudyRecord) -> float:
-    assert record.validation_loss is not None, "only finished runs are asked"
+    assert record.validation_loss is not None, "a study with missing runs"
     return record.validation_loss
 
 
@@ -206,7 +205,7 @@ def _metric(study: StudyFile, made: Made, target: Target) -> Metric | None:
         metric = _opened_upwards(metric)  # it loses at least so much
     if not (lost := lost_seeds(study, made, JUDGED)):
         return metric
-    remark = f"a run diverged with seed {', '.join(map(str, lost))}, which no mean holds; {metric.remark}"
+    remark = f"a run diverged with seed {', '.join(map(str, lost))}, which means omit; {metric.remark}"
     return replace(metric, interval=Interval(metric.value, -inf, inf), remark=remark)
 
 
@@ -250,7 +249,7 @@ def _quality_loss(study: StudyFile, made: Made, figures: MethodFigures) -> Metri
 def _opened_upwards(metric: Metric) -> Metric:
     """Return a loss open upwards: at the stated speed nothing was run."""
     low = metric.value if metric.interval is None else metric.interval.low
-    remark = f"{metric.remark}; no run tells the loss at {_STATED_SPEED:g} times the speed"
+    remark = f"{metric.remark}; no run measures the loss at {_STATED_SPEED:g} times the speed"
     return replace(metric, interval=Interval(metric.value, low, inf), decider=None, remark=remark)
 
 
@@ -267,7 +266,7 @@ def _loss_at_stated_speed(study: StudyFile, made: Made, figures: MethodFigures, 
         return None
     loss = fmean(100 * (exp(curve[min(within)] - curve[study.num_steps]) - 1) for curve in curves)
     return Decider(
-        loss, Evidence.EXECUTED, "is at equal true steps, none of them skipped",
+        loss, Evidence.EXECUTED, "is at equal true steps",
         f"at {_STATED_SPEED:g} times the speed, worth {worth:,.0f} of AdamW's steps if the compute factor stays, "
         f"more than AdamW loses with {min(within):,.0f}", is_saving=False,
     )  # fmt: skip
@@ -279,31 +278,31 @@ def _executed(samples: list[float], remark: str) -> Metric:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Harm:
-    """One setting over its seeds, each beside plain AdamW under the same circumstances."""
+class SettingEffect:
+    """Effect of one setting over its seeds, compared with plain AdamW under the same circumstances."""
 
     method: StudyMethod
     pairs: tuple[tuple[StudyRecord, StudyRecord], ...]
 
     @property
     def percents(self) -> list[float]:
-        """Loss above AdamW's by seed, where both ended."""
+        """Loss above AdamW's in percent, by seed, if neither diverged."""
         losses = [(own.validation_loss, base.validation_loss) for own, base in self.pairs]
         return [100 * (own / base - 1) for own, base in losses if own is not None and base is not None]
 
     def keeps(self, largest_pct: float) -> bool:
-        """Return whether the mean harm is within the bound, and no run stopped where AdamW's did not."""
+        """Return whether the mean harm is within the bound, and no run stopped unless AdamW's did."""
         stops = any(own.validation_loss is None and base.validation_loss is not None for own, base in self.pairs)
         return not stops and (not self.percents or fmean(self.percents) <= largest_pct)
 
 
-def harms(study: StudyFile, made: Made) -> list[Harm]:
-    """Return every judged setting whose runs are finished; controls are their references."""
+def harms(study: StudyFile, made: Made) -> list[SettingEffect]:
+    """Return every judged setting with finished runs; controls are the references."""
     found = []
     for method in study.methods:
         seeds, names = study.seeds_of(method.name), (method.name, method.against)
         records = [[study_record(study, made, name, seed, study.num_steps) for name in names] for seed in seeds]
         pairs = tuple((own, base) for own, base in records if own is not None and base is not None)
         if method.role != "control" and len(pairs) == len(seeds):
-            found.append(Harm(method=method, pairs=pairs))
+            found.append(SettingEffect(method=method, pairs=pairs))
     return found

@@ -33,16 +33,16 @@ _HORIZONS = (50, 100, 200, 400)
 _WINDOW = 25
 _STEP_MODEL, _STEP_SEQ_LEN = "gpt2-small", 512
 _SHORTEST = FIRST_STEP + max(_HORIZONS)
-"""Steps of a run that has a forecast at every horizon."""
+"""Fewest steps of a run, for a forecast at every horizon."""
 _SEEDS = 3
 _METHODS = (BASELINE, "slow_gradient")
 _HEADERS = ("forecaster", "horizon", "error", "width", "coverage %", "forecasts", "ms per step", "share %")
 _HOW = (
-    "Executed on the CPU: each forecaster saw a recorded run step by step. Every 50 steps from step 300 on, it "
-    f"predicted the mean training loss of the last {_WINDOW} steps of the horizon, with learning rates known. Error: "
-    "mean absolute, nats per token. Width and coverage are of the 90 % interval. Every forecaster starts anew in every "
-    "run; its settings were chosen on other runs of the same model and corpus. Share: processor time of learning and "
-    f"forecasting per training step, over that of one {_STEP_MODEL} step of {_STEP_SEQ_LEN} tokens on the processor"
+    "Executed on the CPU: each forecaster observed a recorded run step by step. Every 50 steps from step 300 on it "
+    "predicted the mean training loss of the last {_WINDOW} steps of the horizon, given the learning rates. Error: "
+    "mean absolute, nats per token. Width and coverage are of the 90 % interval. Every forecaster starts untrained in "
+    "each run; its settings were chosen on other runs of the same model and corpus. Share: CPU time of the forecaster "
+    "per training step, over that of a {_STEP_MODEL} step of {_STEP_SEQ_LEN} tokens"
 )
 
 
@@ -55,27 +55,27 @@ class ForecastRecord(Record):
     seed: int
     scores: tuple[ForecastScore, ...]
     step_cpu_s: float
-    """Processor time of one gpt2-small step on the same machine, one thread."""
+    """CPU time of one gpt2-small step on the same machine, one thread."""
     evidence: Evidence = Evidence.EXECUTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastJob:
-    """A recorded run with its steps' losses to score in a child process."""
+    """A recorded run with step losses, to score in a child process."""
 
     study: StudyFile
     run: StudyRecord
     kinds: tuple[str, ...]
-    """Of forecasters."""
+    """Kinds of forecasters."""
     step_cpu_s: float | None
-    """Of ``ForecastRecord``; None: not measured yet."""
+    """Step time for ``ForecastRecord``; None: not measured yet."""
 
 
 def score_study(study: StudyFile, made: Made, results: Path, say: Callable[[str], None]) -> list[ForecastRecord]:
-    """Score every forecaster on runs without a score, and return all records.
+    """Score every forecaster on unscored runs; return all records.
 
     Raises:
-        HybridTrainError: a process that scores ended without an answer.
+        HybridTrainError: a child ended without an answer.
     """
     known = read_forecasts(results)
     runs = [
@@ -136,9 +136,9 @@ def forecast_text(records: Sequence[ForecastRecord], style: str, of_card_s: floa
     """Return one row per forecaster and horizon, means over runs.
 
     Args:
-        records: Of the runs that were scored.
-        style: Of tabulate.
-        of_card_s: Seconds of a card's step, estimated, for the share that counts where a card trains.
+        records: Records of scored runs.
+        style: Table style.
+        of_card_s: Estimated seconds of a card's step, for the share on a card.
     """
     rows = [
         _row(kind, horizon, scores, fmean(record.step_cpu_s for record in records), of_card_s)
@@ -148,15 +148,15 @@ def forecast_text(records: Sequence[ForecastRecord], style: str, of_card_s: floa
     ]
     if not rows:
         return (
-            f"No run to score: forecasts need the losses of at least {_SHORTEST} true steps, which a study keeps for "
-            "runs of its own length without intermediate validations."
+            f"No run to score: forecasts need at least {_SHORTEST} true steps with losses, which a study keeps for "
+            f"full-length runs without intermediate validations."
         )
-    headers = _HEADERS if of_card_s is None else (*_HEADERS, "of a card's %")
+    headers = _HEADERS if of_card_s is None else (*_HEADERS, "of card step %")
     shown, card = table(headers, rows, style, keys=2), "."
     if of_card_s is not None:
         card = (
-            f". A card's step is far shorter: the last column is the share of the one estimated for {CARD_STEP_OF}, "
-            f"{1000 * of_card_s:.0f} ms, as if nothing hid the processor's work."
+            f". The last column is the share of a card's much shorter step, estimated for {CARD_STEP_OF} as "
+            f"{1000 * of_card_s:.0f} ms, without overlap of CPU and card."
         )
     return f"{_sentence(records)}\n\n{shown}\n\n{_HOW}{card}"
 

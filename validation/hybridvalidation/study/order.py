@@ -1,4 +1,4 @@
-"""Order of a study's runs: stage after stage, more seeds where the first are inconclusive."""
+"""Order of a study's runs: by stage, with more seeds for inconclusive configurations."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -24,12 +24,12 @@ from hybridvalidation.study.protocol import (
 
 
 def next_runs(study: Study, made: Mapping[str, Any], size: str | None = None) -> list[Any]:
-    """Return the missing runs of the first stage that is not finished; empty: all are made.
+    """Return the missing runs of the first unfinished stage; empty: all are made.
 
     Args:
-        study: Of either kind.
+        study: A study or ladder.
         made: Records by key.
-        size: Of a ladder: a model size, whose runs alone are wanted.
+        size: Ladders only: restrict to this model size.
     """
     for stage in _study_stages(study, made) if isinstance(study, StudyFile) else _ladder_stages(study, made, size):
         if missing := [run for run in stage if run_key(study, run) not in made]:
@@ -77,7 +77,7 @@ def _rates(ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configura
 
 
 def first_runs(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[LadderRun]:
-    """Return every configuration at every seed of the first interim analysis, at the rates that were chosen."""
+    """Return the runs of the first interim analysis: all configurations and seeds, at the chosen rates."""
     return [ladder_run(ladder, made, size, own, s) for s in size.seeds for own in ladder.configurations_at(size)]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any
 
-from hybridvalidation.pictures.picture import COLORS, Axis, Line, Picture, Series, View, intervals
+from hybridvalidation.pictures.picture import COLORS, INK, Axis, Line, Picture, Series, View, intervals
 from hybridvalidation.study.equivalence import Finding, judge_size
 from hybridvalidation.study.factors import harms, horizon_curve, lr_curve, method_figures
 from hybridvalidation.study.protocol import (
@@ -18,8 +18,8 @@ from hybridvalidation.study.protocol import (
     study_record,
 )
 
-_COLORS = ("#000000", *COLORS)
-"""Black is AdamW."""
+_COLORS = (INK, *COLORS)
+"""AdamW's first."""
 _FINDING_COLORS = {
     Finding.EQUIVALENT: "#009e73", Finding.WORSE: "#d55e00", Finding.BETTER: "#0072b2", Finding.INCONCLUSIVE: "#8c6d31",
     Finding.UNFINISHED: "#999999",
@@ -27,17 +27,17 @@ _FINDING_COLORS = {
 _BLOCK = 100
 """Steps averaged in a loss curve."""
 _SHOWN_FROM = 0.2
-"""Share of the run before which loss curves are not shown: they would squeeze the rest."""
+"""Initial share of a run that loss curves omit, because of their scale."""
 _SHOWN = 9.0
-"""Margins shown to either side; values beyond are shown as figures."""
+"""Axis limit in margins; values beyond are printed."""
 _LOSS = "validation loss, nats per token"
 _HOW = "executed on the CPU; bars: 95 % interval over paired seeds"
 Points = Sequence[tuple[float, Sequence[float]]]
-"""Places with the values of all seeds."""
+"""Positions with the values of all seeds."""
 
 
 def pictures_of(study: Study, made: Mapping[str, Any], description: str) -> list[Picture]:
-    """Return every picture of a study that shows something; ``says`` is its verdict in a sentence."""
+    """Return all non-empty pictures of a study; ``says`` is its verdict in a sentence."""
     if isinstance(study, LadderFile):
         drawn = [_differences(study, made)]
     elif study.largest_harm_pct is not None:

@@ -1,7 +1,7 @@
 """Registered protocols, their runs and records: time to loss against AdamW, and quality by model size.
 
-A protocol is written down before its first run. Every run is a function of the file, a seed and the program. A study
-of quality, a ladder, compares configurations on several model sizes, which its files call arms and rungs.
+A protocol is registered before its first run. A run depends only on the file, a seed and the program. A ladder is a
+study of quality: it compares configurations (arms in files) on several model sizes (rungs in files).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,20 +33,20 @@ from hybridvalidation.records.store import read_lines
 from hybridvalidation.scenario import Target
 
 BASELINE = "adamw"
-"""The method that every study of time to loss has, without being named."""
+"""The implicit baseline method of every study of time to loss."""
 JUDGED = "slow_gradient"
-"""The method that claims and stated figures are about."""
+"""The method that claims and stated figures concern."""
 UNIONS: Final[Unions] = {Optimization: OPTIMIZATIONS}
 
 Disturbance = Literal["data_shift", "nan_gradients"]
-"""Half-way through a run. data_shift: from there on every byte stands for another one, in validation too.
-nan_gradients: one step computes no number, once."""
+"""Half-way through a run. data_shift: bytes are permuted from then on, in validation too. nan_gradients: one step has a
+NaN gradient once."""
 Control = Literal["random", "average"]
-"""random: jumps of the same norm in a random direction. average: AdamW, judged at the mean of its last weights."""
+"""random: jumps of equal norm in a random direction. average: AdamW, evaluated at averaged weights."""
 _composed = cache(compose)
 Family = Literal["stack", "method", "control"]
-"""stack: meant to train as the baseline does. method: another way to train. control: known to do harm; must be judged
-worse, or the ladder shows nothing. p-values are adjusted within a family."""
+"""stack: should train like the baseline. method: another training method. control: harmful, and must be judged worse
+for the ladder to be informative. p-values are adjusted within a family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class RunRecord(Record):
 
     evidence: Evidence = Evidence.EXECUTED
     validation_loss: float | None = None
-    """Nats per token at the end; None where the run diverged."""
+    """Nats per token at the end; None if the run diverged."""
     cpu_seconds: float
-    """Processor time of the training loop; of a fine-tuned run without its base, where that was there."""
+    """CPU time of the training loop; for a fine-tuned run without its base, if that existed."""
     jumps: int = 0
     corpus_digest: str
 
@@ -69,15 +69,15 @@ class Protocol:
     name: str
     description: str
     target: str
-    """The claim that is judged."""
+    """The claim to judge."""
     stop_rule: str
-    """When no more runs are made."""
+    """The stopping rule."""
     remarks: str = ""
-    """Remarks on the registration, and on later events."""
+    """Remarks on the registration and on later events."""
     tuning_seed: int
-    """Learning rates are chosen at this one."""
+    """Seed at which learning rates are tuned."""
     validation_batches: int
-    """Of as many rows as a step has."""
+    """Number of validation batches, each of a step's rows."""
     optimizer: AdamWConfig
 
 
@@ -92,20 +92,20 @@ class StudyMethod:
     description: str
     role: Literal["method", "upper bound", "control"] = "method"
     slow: SlowMomentum | None = None
-    """AdEMAMix: the slow average moves the weights in every step."""
+    """AdEMAMix's slow average, which moves the weights in every step."""
     muon: Muon | None = None
-    """In AdamW's place; rate, weight decay, clipping and betas are those that AdamW would have."""
+    """Muon instead of AdamW, with AdamW's rate, weight decay, clipping and betas."""
     hybrid: HybridConfig | None = None
     control: Control | None = None
     disturbance: Disturbance | None = None
     lr_factor: float = 1.0
-    """Of the learning rate that would be used."""
+    """Factor on the learning rate."""
     against: str = BASELINE
-    """Its reference; of a disturbed method another one with the same disturbance."""
+    """Reference method; for a disturbed method one with the same disturbance."""
     lrs: tuple[float, ...] = ()
-    """Learning rates tried at the tuning seed; the best is used; empty: the baseline's."""
+    """Learning rates to try at the tuning seed; empty: the baseline's."""
     seeds: tuple[int, ...] = ()
-    """Empty: the study's."""
+    """Seeds; empty: the study's."""
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
@@ -114,7 +114,7 @@ class StudyMethod:
         if self.name == BASELINE:
             faults.append(f"name: '{BASELINE}' is the baseline; choose another")
         if self.muon is not None and self.slow is not None:
-            faults.append("muon, slow: both take AdamW's place; give one of them")
+            faults.append("muon, slow: both replace AdamW; give one of them")
         if self.control == "random" and (self.hybrid is None or not self.hybrid.follows_slow):
             faults.append("control: 'random' takes the size of its jumps from slow_gradient; add a table [hybrid]")
         if faults:
@@ -131,7 +131,7 @@ class Betas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRun:
-    """One run of a study of time to loss, before it is made."""
+    """A run of a study of time to loss, to be made."""
 
     method: str
     lr: float
@@ -148,7 +148,7 @@ class StudyRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationPoint:
-    """One validation within a run."""
+    """A validation within a run."""
 
     step: int
     cost: float
@@ -162,12 +162,12 @@ class StudyRecord(RunRecord):
     run: StudyRun
     test_loss: float | None = None
     final_train_loss: float | None = None
-    """Mean of the last 50 steps."""
+    """Mean loss of the last 50 steps."""
     curve: tuple[ValidationPoint, ...] = ()
     step_losses: tuple[float, ...] = ()
-    """Of every true step, for the forecasters; kept at the study's own length only."""
+    """Losses of all true steps, for forecasters; only for full-length runs."""
     cost: float
-    """Forward passes' worth of work, probes included: a forward pass of a step's batch is 1, a true step 3."""
+    """Cost in forward passes, probes included: a forward pass of a step's batch is 1, a true step 3."""
     predicted_steps: float = 0.0
     rollbacks: int = 0
     planned_device_bytes: int = 0
@@ -176,39 +176,39 @@ class StudyRecord(RunRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StudyFile(Protocol):
-    """A study of time to loss: methods beside AdamW, at one model size."""
+    """A study of time to loss: methods compared with AdamW at one model size."""
 
     model: ModelConfig
     seq_len: int
     batch_size: int
     """Sequences per step."""
     corpus_mib: int
-    """Of the Python standard library's sources, as byte tokens; a pinned text is taken whole."""
+    """Size of the embedded corpus; a pinned text is used whole."""
     num_steps: int
     seeds: tuple[int, ...]
-    """Learning rates and betas are chosen at one of them."""
+    """Seeds; the tuning seed is one of them."""
     lrs: tuple[float, ...]
-    """Tried for AdamW; with one entry nothing is tuned. The optimizer's ``lr`` is where betas are tried first."""
+    """Learning rates to try for AdamW; one entry means no tuning. Betas are tried first at the optimizer's ``lr``."""
     betas: tuple[Betas, ...] = ()
-    """Tried for AdamW beside the optimizer's own."""
+    """Betas to try for AdamW, besides the optimizer's own."""
     schedule: LrSchedule
-    """``total_steps`` is replaced by the horizon of a run."""
+    """Schedule; ``total_steps`` is replaced by a run's horizon."""
     horizons: tuple[int, ...]
-    """Steps of AdamW's runs, each with its own schedule; ``num_steps`` belongs to them. Under a constant learning rate
-    one long run is all of them, validated on its way."""
+    """Lengths of AdamW's runs, including ``num_steps``, each with its own schedule. With a constant learning rate one
+    long run with intermediate validations serves as all."""
     tuning_horizons: tuple[int, ...] = ()
-    """More of them, at the tuning seed only."""
+    """Additional horizons, at the tuning seed only."""
     methods: tuple[StudyMethod, ...]
     targets: tuple[str, ...] = ()
-    """Stated figures of ``targets.toml`` that are judged by this study."""
+    """Stated figures in ``targets.toml`` that this study judges."""
     corpus: Literal["embedded", "pinned"] = "embedded"
-    """embedded: this machine's Python. pinned: the same text everywhere (data/pinned_corpus.py)."""
+    """embedded: the sources of this machine's Python. pinned: the same text everywhere (data/pinned_corpus.py)."""
     validate_every: int = 0
-    """Steps between validations within a run; 0: only at its end, with as many batches for a test."""
+    """Steps between validations within a run; 0: only at the end, plus a test set of equal size."""
     least_gain: float = 1.0
-    """Compute factor of the claim."""
+    """Compute factor that the claim states."""
     largest_harm_pct: float | None = None
-    """The claim is instead that no method ends with a loss that many percent above what it is compared with."""
+    """Alternative claim: no method's loss is more than this many percent above its reference's."""
 
     def __post_init__(self) -> None:
         faults = _size_faults(self, ("corpus_mib", "validation_batches"), self.seeds)
@@ -220,19 +220,19 @@ class StudyFile(Protocol):
         for method in self.methods:
             faults += self._method_faults(method)
         if self.largest_harm_pct is None and JUDGED not in names:
-            faults.append(f"methods: without '{JUDGED}' nothing is judged; add it, or set largest_harm_pct")
+            faults.append(f"methods: '{JUDGED}' is missing; the claims are about it, so add it or set largest_harm_pct")
         if faults:
             raise ValueError("\n".join(faults))
 
     def _horizon_faults(self) -> Iterator[str]:
         horizons, constant = list(self.horizons), "under a constant learning rate a run is judged on its way"
         if not horizons:
-            yield "horizons: empty; name at least one number of steps"
+            yield "horizons: empty; give at least one number of steps"
         elif not self.is_constant:
             if self.num_steps not in horizons:
                 yield f"horizons: {horizons} must contain num_steps ({self.num_steps})"
             if len(set(horizons)) < 2 and self.largest_harm_pct is None:
-                yield f"horizons: {horizons} is no curve; name at least 2"
+                yield f"horizons: {horizons} needs at least 2 entries for a curve"
         elif self.validate_every < 1 or self.num_steps % self.validate_every:
             yield f"validate_every: {self.validate_every} must divide num_steps ({self.num_steps}): {constant}"
         elif max(horizons) < self.num_steps:
@@ -242,12 +242,12 @@ class StudyFile(Protocol):
         """Yield why a method cannot be compared, seed by seed and under the same circumstances."""
         where, other = f"methods: '{method.name}'", self.method(method.against)
         if other is None and method.against != BASELINE:
-            yield f"{where} is compared with '{method.against}', which is none of them"
+            yield f"{where} is compared with '{method.against}', which is not a method here"
             return
         if missing := sorted(set(self.seeds_of(method.name)) - set(self.seeds_of(method.against))):
-            yield f"{where} has seeds {missing}, '{method.against}' has not: they would be left out"
+            yield f"{where} has seeds {missing}, which '{method.against}' lacks; make their seeds equal"
         if method.role != "control" and method.disturbance != (None if other is None else other.disturbance):
-            yield f"{where} has another disturbance than '{method.against}'; compare it with one that has it"
+            yield f"{where} has another disturbance than '{method.against}'; compare methods with the same one"
 
     def method(self, name: str) -> StudyMethod | None:
         """Return a method by name; None for the baseline."""
@@ -260,11 +260,11 @@ class StudyFile(Protocol):
 
     @property
     def is_constant(self) -> bool:
-        """Whether the learning rate never decays, so that every step of a run could be its last."""
+        """Whether the learning rate is constant, so that a run serves for all shorter lengths."""
         return self.schedule.kind == "constant"
 
     def first_rates(self) -> list[StudyRun]:
-        """Return AdamW's runs at the learning rates that are tried, at the tuning seed and the optimizer's betas."""
+        """Return AdamW's tuning runs: all learning rates, at the tuning seed and the optimizer's betas."""
         betas = {"beta1": self.optimizer.beta1, "beta2": self.optimizer.beta2}
         return [
             StudyRun(method=BASELINE, lr=lr, seed=self.tuning_seed, num_steps=self.num_steps, **betas)
@@ -272,7 +272,7 @@ class StudyFile(Protocol):
         ]
 
     def key_parts(self, run: StudyRun) -> list[object]:
-        """Return all values that decide a run, apart from the program."""
+        """Return all values that affect a run, apart from the program."""
         parts: list[object] = [self.model, self.optimizer, self.schedule, run]
         parts += [self.seq_len, self.batch_size, self.corpus_mib, self.validation_batches, self.validate_every]
         if self.corpus != "embedded":
@@ -287,7 +287,7 @@ Made = Mapping[str, StudyRecord]
 
 
 def chosen(study: StudyFile, made: Made, method: str) -> StudyRun:
-    """Return a method's run at the tuning seed with the best learning rate and betas, as far as those were tried."""
+    """Return a method's run at the tuning seed with the best learning rate and betas tried so far."""
     best = best_run(study, made, study.first_rates())
     pairs = (Betas(beta1=best.beta1, beta2=best.beta2), *study.betas)
     best = best_run(study, made, [replace(best, beta1=pair.beta1, beta2=pair.beta2) for pair in pairs])
@@ -297,7 +297,7 @@ def chosen(study: StudyFile, made: Made, method: str) -> StudyRun:
 
 
 def study_record(study: StudyFile, made: Made, method: str, seed: int, num_steps: int) -> StudyRecord | None:
-    """Return a method's run at its chosen learning rate, if it was made; a run that diverged is one."""
+    """Return a method's record at its chosen learning rate, if any; diverged runs count."""
     return made.get(run_key(study, replace(chosen(study, made, method), seed=seed, num_steps=num_steps)))
 
 
@@ -306,21 +306,22 @@ def study_record(study: StudyFile, made: Made, method: str, seed: int, num_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """A model size at one length of training (``rungs`` in files)."""
+    """A model size with a training length (a rung in files)."""
 
     name: str
     model: ModelConfig
     seq_len: int
     batch_size: int
-    """Sequences per step, a multiple of every configuration's micro-batches."""
+    """Sequences per step, a multiple of every configuration's number of micro-batches."""
     num_steps: int
     warmup_steps: int
     lrs: tuple[float, ...]
-    """Tried for the baseline at the tuning seed, which is not among ``seeds``; the best is every configuration's."""
+    """Learning rates to try for the baseline at the tuning seed, which is not in ``seeds``; all configurations use the
+    best."""
     seeds: tuple[int, ...]
     more_seeds: tuple[int, ...] = ()
-    """For configurations of family stack that the first ones leave inconclusive, and for what these are compared with:
-    a second and last interim analysis."""
+    """Additional seeds of a second and last interim analysis, for inconclusive configurations of family stack and their
+    references."""
     arms: tuple[str, ...] = ()
     """Configurations; empty: all."""
 
@@ -333,7 +334,7 @@ class ModelSize:
 
     @property
     def num_tokens(self) -> int:
-        """Trained on in a run."""
+        """Training tokens of a run."""
         return self.num_steps * self.batch_size * self.seq_len
 
     @property
@@ -343,31 +344,30 @@ class ModelSize:
 
     @property
     def schedule(self) -> LrSchedule:
-        """Linear warm-up and a cosine that ends at zero."""
+        """Linear warm-up, then cosine to zero."""
         return LrSchedule(warmup_steps=self.warmup_steps, total_steps=self.num_steps, final_fraction=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """A training configuration by its arithmetic, without placements, which change no bit (``arms`` in files)."""
+    """A training configuration by its arithmetic, without placements, which do not change results (an arm in files)."""
 
     name: str
     description: str
     family: Family = "stack"
     optimizations: tuple[Optimization, ...] = ()
     optimizer: str = "adamw"
-    """``kind``; learning rate, weight decay and clipping are those of the baseline."""
+    """Optimizer kind, with the baseline's learning rate, weight decay and clipping."""
     lrs: tuple[float, ...] = ()
-    """Tried at the tuning seed where another optimizer or fine-tuning asks for it; empty: the rate of what it is
-    compared with."""
+    """Learning rates to try at the tuning seed, for another optimizer or fine-tuning; empty: the reference's."""
     rounds_to_nearest: bool = False
-    """Control: bfloat16 weights without a master lose what is below half of their last bit."""
+    """Control: round bfloat16 weights without a master to nearest, which loses small updates."""
     fine_tunes: bool = False
-    """Starts from the baseline's final weights of the same seed and continues on another text."""
+    """Whether it fine-tunes the baseline's final weights of the same seed on another text."""
     against: str = ""
-    """Configuration that it is compared with; empty: the baseline."""
+    """Reference configuration; empty: the baseline."""
     stacks: tuple[str, ...] = ()
-    """That compute the same to the bit, and share its runs."""
+    """Stacks with bit-equal arithmetic, which share its runs."""
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name)
@@ -376,7 +376,7 @@ class Configuration:
         full = self.plan().for_phase(Phase.FULL)
         codecs = (full.weight.codec, full.master.codec, full.optim_state.codec)
         if self.rounds_to_nearest and codecs != (Codec.BFLOAT16, Codec.ABSENT, Codec.FLOAT32):
-            faults.append("rounds_to_nearest: wants bfloat16 weights without a master, and float32 state")
+            faults.append("rounds_to_nearest: needs bfloat16 weights without a master, and float32 state")
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -386,7 +386,7 @@ class Configuration:
 
     @property
     def jumps(self) -> bool:
-        """Whether its plan keeps a predictor's history."""
+        """Whether its plan stores a predictor's history."""
         return self.plan().for_phase(Phase.FULL).history_tensors > 0
 
     @property
@@ -397,7 +397,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderTarget:
-    """A stated figure of ``targets.toml`` that the ladder judges."""
+    """A stated figure in ``targets.toml`` that the ladder judges."""
 
     id: str
     stacks: tuple[str, ...]
@@ -407,14 +407,14 @@ class LadderTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderRun:
-    """One run of a ladder, before it is made."""
+    """A run of a ladder, to be made."""
 
     rung: str
     arm: str
     seed: int
     lr: float
     base_lr: float
-    """Of the run that a fine-tuned one starts from; else its own."""
+    """Learning rate of a fine-tuned run's base; otherwise the run's own."""
 
     def __str__(self) -> str:
         """Name it in progress and errors."""
@@ -423,14 +423,14 @@ class LadderRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The first steps of a run and a small run, for a later program to reproduce."""
+    """First steps of a run and a small run, to be reproduced by later program versions."""
 
     first_losses: tuple[float, ...]
-    """Of the run itself, its first four true steps; of a fine-tuned one those of its base."""
+    """Losses of the run's first four true steps; for a fine-tuned run its base's."""
     losses: tuple[float, ...]
-    """Of the run in little, through every phase."""
+    """Losses of a small run through every phase."""
     weights_digest: str
-    """SHA-256 of the exact values of all trained weights after it."""
+    """SHA-256 of the exact trained weights after the small run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,59 +439,59 @@ class LadderRecord(RunRecord):
 
     run: LadderRun
     validation_accuracy: float | None = None
-    """Share of tokens that were the likeliest."""
+    """Top-1 accuracy on validation tokens."""
     train_losses: tuple[float, ...] = ()
-    """Means of twentieths of the run."""
+    """Mean training losses over twentieths of the run."""
     num_params: int
     num_tokens: int
     probe: Probe
     corpus: str
     products: str = ""
-    """Unit of bfloat16 products (``product_unit``); empty: float32, with torch's loops in attention's gradients."""
+    """Unit of bfloat16 matmuls (``product_unit``); empty: float32, with torch's attention gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRecord(Record):
-    """A probe recomputed by a later program."""
+    """A probe recomputed by a later program version."""
 
     run: LadderRun
     evidence: Evidence = Evidence.EXECUTED
     is_equal: bool
-    """To the bit."""
+    """Whether bit-equal."""
     largest_difference: float
-    """Of a loss, nats per token."""
+    """Largest difference of a loss, nats per token."""
     same_machine: bool
-    """Processor and torch are those of the run."""
+    """Whether CPU and torch version equal the run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LadderFile(Protocol):
-    """A study of quality: configurations beside a baseline, on several model sizes."""
+    """A study of quality: configurations compared with a baseline on several model sizes."""
 
     margin_nats: float
-    """Equivalence margin: a mean difference of validation loss within plus and minus this is negligible."""
+    """Equivalence margin: the largest negligible mean difference of validation loss."""
     alpha: float = 0.05
-    """Error rate over a family of configurations at a model size: of a wrong "equivalent", and of a wrong "different";
-    each of two interim analyses has half of it."""
+    """Family-wise error rate at a model size, of false "equivalent" and of false "different" each; two interim analyses
+    have half of it each."""
     hybrid: HybridConfig = field(default_factory=HybridConfig)
-    """Of every configuration that keeps a predictor's history."""
+    """Hybrid settings of configurations with a predictor's history."""
     fine_tune_steps: int = 0
     rungs: tuple[ModelSize, ...]
-    """In the order in which they are run."""
+    """Model sizes, in the order of running."""
     arms: tuple[Configuration, ...]
-    """The first is the baseline."""
+    """Configurations; the first is the baseline."""
     first: tuple[str, ...] = ()
-    """Configurations that are run at every seed of a model size before others are begun: figures wait for them."""
+    """Configurations to run at all seeds of a model size before the others."""
     targets: tuple[LadderTarget, ...] = ()
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name) + below_least(self, ("validation_batches",))
         if not self.arms or not self.rungs:
-            raise ValueError("arms, rungs: name at least one of each")
+            raise ValueError("arms, rungs: give at least one of each")
         names = [configuration.name for configuration in self.arms]
         stacks = [stack for configuration in self.arms for stack in configuration.stacks]
         faults += _twice("arms", names)
-        faults += [f"arms: stack '{name}' has two" for name in repeated(stacks)]
+        faults += [f"arms: stack '{name}' is in two arms; keep it in one" for name in repeated(stacks)]
         if not self.margin_nats > 0 or not 0 < self.alpha < 1:
             faults.append(f"margin_nats, alpha: {self.margin_nats}, {self.alpha} must be above 0, alpha below 1")
         if self.baseline.fine_tunes or self.baseline.optimizer != self.optimizer.kind:
@@ -500,7 +500,9 @@ class LadderFile(Protocol):
             faults += self._configuration_faults(configuration, names)
         for size in self.rungs:
             if self.tuning_seed in (*size.seeds, *size.more_seeds):
-                faults.append(f"rungs: '{size.name}' is judged at the tuning seed ({self.tuning_seed}); take another")
+                faults.append(
+                    f"rungs: '{size.name}' must not include the tuning seed ({self.tuning_seed}); choose another seed"
+                )
             faults += [f"rungs: '{size.name}': {unknown_name('arm', n, names)}" for n in size.arms if n not in names]
         faults += [f"first: {unknown_name('arm', name, names)}" for name in self.first if name not in names]
         wanted = [name for target in self.targets for name in (*target.stacks, target.baseline)]
@@ -510,15 +512,21 @@ class LadderFile(Protocol):
 
     def _configuration_faults(self, own: Configuration, names: list[str]) -> Iterator[str]:
         if own.against and (own.against not in names or self.configuration(own.against).fine_tunes != own.fine_tunes):
-            yield f"arms: '{own.name}' is compared with '{own.against}', which is none, or starts elsewhere"
+            yield (
+                f"arms: '{own.name}' is compared with '{own.against}', which is not an arm, or starts from other "
+                f"weights"
+            )
             return
         if own is not self.baseline and self.reference_of(own) is None and not own.lrs:
-            yield f"arms: '{own.name}' is compared with none and tries no rate; give it against or lrs"
+            yield f"arms: '{own.name}' has no reference and no learning rates; give against or lrs"
         if own.fine_tunes and self.fine_tune_steps < 1:
             yield f"fine_tune_steps: {self.fine_tune_steps} must be at least 1: '{own.name}' fine-tunes"
         for size in self.rungs:
             if size.batch_size % (count := own.num_micro_batches):
-                yield f"rungs: '{size.name}': batch_size {size.batch_size} is no multiple of {count} ('{own.name}')"
+                yield (
+                    f"rungs: '{size.name}': batch_size {size.batch_size} must be a multiple of {count} "
+                    f"micro-batches ('{own.name}')"
+                )
 
     @property
     def baseline(self) -> Configuration:
@@ -534,7 +542,7 @@ class LadderFile(Protocol):
         return next(size for size in self.rungs if size.name == name)
 
     def configuration_of(self, stack: str) -> Configuration | None:
-        """Return the configuration whose runs a stack shares; None for a stack that came after the registration."""
+        """Return the configuration whose runs a stack shares; None for stacks added after the registration."""
         return next((configuration for configuration in self.arms if stack in configuration.stacks), None)
 
     def configurations_at(self, size: ModelSize) -> list[Configuration]:
@@ -542,21 +550,21 @@ class LadderFile(Protocol):
         return [own for own in self.arms if not size.arms or own.name in size.arms]
 
     def pairs_at(self, size: ModelSize) -> list[tuple[Configuration, Configuration]]:
-        """Return the configurations of a model size that are compared, each with its reference."""
+        """Return the compared configurations of a model size, with their references."""
         return [(own, ref) for own in self.configurations_at(size) if (ref := self.reference_of(own)) is not None]
 
     def reference_of(self, own: Configuration) -> Configuration | None:
-        """Return the reference of a configuration; None for one that is only a reference."""
+        """Return the reference of a configuration; None if it is only a reference itself."""
         if own is self.baseline or (own.fine_tunes and not own.against):
             return None
         return self.configuration(own.against) if own.against else self.baseline
 
     def rates_of(self, size: ModelSize, own: Configuration) -> tuple[float, ...]:
-        """Return the learning rates tried for a configuration at a model size; empty: it has its reference's."""
+        """Return the learning rates to try for a configuration at a model size; empty: the reference's."""
         return size.lrs if own is self.baseline else own.lrs
 
     def key_parts(self, run: LadderRun) -> list[object]:
-        """Return all values that decide a run, apart from the program and the text."""
+        """Return all values that affect a run, apart from the program and the text."""
         size, own = self.size(run.rung), self.configuration(run.arm)
         parts: list[object] = [
             replace(size, lrs=(0.0,), seeds=(0, 1, 2), more_seeds=(), arms=()),
@@ -575,7 +583,7 @@ LadderMade = Mapping[str, LadderRecord]
 
 
 def chosen_lr(ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration) -> float:
-    """Return the best of the rates tried so far; without any that of the reference."""
+    """Return the best rate tried so far; without any, the reference's."""
     tried = ladder.rates_of(size, own)
     if not tried and (reference := ladder.reference_of(own)) is not None:
         return chosen_lr(ladder, made, size, reference)
@@ -586,7 +594,7 @@ def chosen_lr(ladder: LadderFile, made: LadderMade, size: ModelSize, own: Config
 def ladder_run(
     ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration, seed: int, lr: float | None = None
 ) -> LadderRun:
-    """Return a configuration's run at a seed, at its chosen rate or at another one."""
+    """Return a configuration's run at a seed, at its chosen or a given rate."""
     rate = chosen_lr(ladder, made, size, own) if lr is None else lr
     base_lr = chosen_lr(ladder, made, size, ladder.baseline) if own.fine_tunes else rate
     return LadderRun(rung=size.name, arm=own.name, seed=seed, lr=rate, base_lr=base_lr)
@@ -595,7 +603,7 @@ def ladder_run(
 def ladder_record(
     ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration, seed: int
 ) -> LadderRecord | None:
-    """Return a configuration's run at its chosen rate, if it was made; a run that diverged is one."""
+    """Return a configuration's record at its chosen rate, if any; diverged runs count."""
     return made.get(run_key(ladder, ladder_run(ladder, made, size, own, seed)))
 
 
@@ -608,24 +616,24 @@ _METRICS = {
     StudyFile: ("accuracy_loss_pct", "time_to_loss_speedup_pct"),
     LadderFile: ("accuracy_retention_pct", "accuracy_loss_pct"),
 }  # fmt: skip
-"""Of stated figures that a study can judge."""
+"""Metrics of stated figures that a study can judge."""
 
 
 @cache
 def run_key(study: Study, run: Any) -> str:
-    """Return the digest of all values that decide a run, apart from the program.
+    """Return the digest of all values that affect a run, apart from the program.
 
-    Settings at their default are left out: a new option with a default does not make old runs unknown.
+    Settings at their default are omitted, so that new options do not invalidate old runs.
     """
     return sha256("\n".join(map(settings_text, study.key_parts(run))).encode()).hexdigest()[:16]
 
 
 _FIRST_NAMES = {"ModelSize": "Rung", "Configuration": "Arm", "description": "says"}
-"""Of classes and fields when the first runs were made: keys keep them."""
+"""Names of classes and fields at the first runs, which keys keep."""
 
 
 def settings_text(part: object) -> str:
-    """Return a dataclass, or a tuple of some, as text without what is at its default; anything else as it is."""
+    """Return dataclasses as text without fields at their default; other values unchanged."""
     if isinstance(part, tuple) and part and is_dataclass(part[0]):
         return f"({', '.join(map(settings_text, part))})"
     if not is_dataclass(part):
@@ -641,7 +649,7 @@ def settings_text(part: object) -> str:
 
 
 def best_run(study: Study, made: Mapping[str, RunRecord], runs: Iterable[R]) -> R:
-    """Return the run that ended with the smallest validation loss; one that was not made or diverged is the last."""
+    """Return the run with the lowest validation loss; missing or diverged ones come last."""
 
     def loss(run: R) -> float:
         record = made.get(run_key(study, run))
@@ -651,7 +659,7 @@ def best_run(study: Study, made: Mapping[str, RunRecord], runs: Iterable[R]) -> 
 
 
 def check_targets(study: Study, targets: Mapping[str, Target]) -> None:
-    """Refuse a study with a target that is unknown, or about something else; raises ``ConfigError`` with all faults."""
+    """Raise ``ConfigError`` if a study's target is unknown or of another metric, with all faults."""
     faults, metrics = [], _METRICS[type(study)]
     for name in (stated if isinstance(stated, str) else stated.id for stated in study.targets):
         if name not in targets:
@@ -667,9 +675,9 @@ def _size_faults(
 ) -> list[str]:
     faults = name_faults(size.name) + below_least(size, ("seq_len", "batch_size", "num_steps", *least_one))
     if len(size.seeds) < 3 or len(set(seeds)) < len(seeds):
-        faults.append(f"{label}: {list(seeds)} must name at least 3 seeds, none of them twice")
+        faults.append(f"{label}: {list(seeds)} must be at least 3 seeds, without repeats")
     if not size.lrs:
-        faults.append("lrs: empty; name at least one learning rate")
+        faults.append("lrs: empty; give at least one learning rate")
     if size.seq_len > size.model.max_seq_len:
         faults.append(f"seq_len: {size.seq_len} is above model.max_seq_len ({size.model.max_seq_len})")
     return faults
@@ -686,7 +694,7 @@ def read_study_file(folder: Path, name: str) -> Study:
     """Read a study by name, from ``studies`` or ``ladders``, or one of time to loss by a path ending in ``.toml``.
 
     Raises:
-        ConfigError: the name is unknown, or the file has faults.
+        ConfigError: the name is unknown, or the file is invalid.
     """
     if name.endswith(".toml"):
         return load_toml(StudyFile, Path(name))
@@ -709,12 +717,12 @@ def ladders(folder: Path) -> list[LadderFile]:
 
 
 def all_studies(folder: Path) -> list[Study]:
-    """Read both kinds."""
+    """Read all studies and ladders in a folder of scenarios."""
     return [*studies(folder), *ladders(folder)]
 
 
 def read_study(results: Path, study: Study) -> dict[str, Any]:
-    """Return the runs made so far by key; a later record of a run replaces an earlier one."""
+    """Return the records so far by key; later records replace earlier ones."""
     kind: type[RunRecord] = StudyRecord if isinstance(study, StudyFile) else LadderRecord
     return {record.key: record for record in read_lines(record_path(results, study.name), kind)}
 

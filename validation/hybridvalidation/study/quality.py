@@ -1,4 +1,4 @@
-"""Quality of stacks by ladders: the verdict at the most informative model size, and stated figures."""
+"""Quality of stacks by ladders: verdicts at the most informative model size, and on stated figures."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -29,7 +29,7 @@ def all_judged(files: ScenarioFiles, results: Path) -> Iterator[tuple[LadderFile
 
 
 def weight_of(judged: Comparison) -> tuple[float, float, float]:
-    """Return the weight of a comparison: finished ones by size first, then others by number of seeds."""
+    """Return the rank of a comparison: finished ones by size first, then others by number of seeds."""
     params, tokens = judged.scale
     if judged.finding is not Finding.UNFINISHED:
         return 1.0, params, tokens
@@ -37,12 +37,12 @@ def weight_of(judged: Comparison) -> tuple[float, float, float]:
 
 
 def stack_quality(files: ScenarioFiles, results: Path) -> dict[str, tuple[str, ...]]:
-    """Return ``telling_of_stacks`` as a table's cells."""
-    return {stack: _cells(judged) for stack, judged in telling_of_stacks(files, results).items()}
+    """Return ``most_informative_comparisons`` as table cells."""
+    return {stack: _cells(judged) for stack, judged in most_informative_comparisons(files, results).items()}
 
 
-def telling_of_stacks(files: ScenarioFiles, results: Path) -> dict[str, Comparison]:
-    """Return the most informative comparison of every stack that shares a configuration's runs, but the baseline."""
+def most_informative_comparisons(files: ScenarioFiles, results: Path) -> dict[str, Comparison]:
+    """Return each stack's most informative comparison, without the baseline."""
     telling = dict[str, Comparison]()
     for _, judged in all_judged(files, results):
         for stack in judged.configuration.stacks if judged.pairs else ():
@@ -50,8 +50,8 @@ def telling_of_stacks(files: ScenarioFiles, results: Path) -> dict[str, Comparis
     return telling
 
 
-def told_in_short(judged: Comparison | None) -> str:
-    """Return a verdict with its mean and model size; a dash for none."""
+def short_verdict(judged: Comparison | None) -> str:
+    """Return a verdict with mean and model size; a dash for none."""
     if judged is None or judged.interval is None:
         return "-"
     size = format_count(judged.scale[0])
@@ -68,12 +68,12 @@ def _cells(judged: Comparison) -> tuple[str, ...]:
 
 
 def range_text(interval: Interval | None, form: str) -> str:
-    """Return a mean with its interval, a dash where there is none."""
+    """Return a mean with its interval; a dash for none."""
     return "-" if interval is None else f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
 
 
 def judge_ladder(ladder: LadderFile, made: LadderMade, targets: Mapping[str, Target]) -> list[Verdict]:
-    """Return a verdict per target and stack, at the largest finished model size; unproven before a first one."""
+    """Return a verdict per target and stack, at the largest finished model size; unproven without one."""
     check_targets(ladder, targets)
     return [
         _judge(ladder, made, targets[stated.id], stated, stack) for stated in ladder.targets for stack in stated.stacks
@@ -93,13 +93,13 @@ def ladder_verdicts(files: ScenarioFiles, results: Path) -> dict[tuple[str, str]
 
 def _judge(ladder: LadderFile, made: LadderMade, target: Target, stated: LadderTarget, stack: str) -> Verdict:
     metric = _metric(ladder, made, target, stated, stack)
-    record, missing = f"studies/{ladder.name}", f"{ladder.name} has not finished a model size of it"
+    record, missing = f"studies/{ladder.name}", f"{ladder.name} has no finished model size with it"
     return judge_metric(target, stack, metric, missing=missing, record="" if metric is None else record)
 
 
 def _metric(ladder: LadderFile, made: LadderMade, target: Target, stated: LadderTarget, stack: str) -> Metric | None:
     own, reference = ladder.configuration_of(stack), ladder.configuration_of(stated.baseline)
-    assert own is not None and reference is not None, "checked with the file"  # noqa: PT018  one reason
+    assert own is not None and reference is not None, "an unknown configuration"  # noqa: PT018  one reason
     found = [
         last_analysis(ladder, made, size, own, reference)
         for size in ladder.rungs
@@ -120,7 +120,7 @@ def _metric(ladder: LadderFile, made: LadderMade, target: Target, stated: Ladder
     )
     remark += f" (smaller ones: {smaller})" if smaller else ""
     if largest.num_diverged:
-        remark += f"; {largest.num_diverged} seeds diverged, which no mean holds"
+        remark += f"; {largest.num_diverged} seeds diverged, which the mean omits"
     told, blunt = _of_controls(ladder, made, target, largest, values[-1].level)
     return Metric(values[-1].mean, Evidence.EXECUTED, "%", interval=values[-1], remark=f"{remark}{told}", blunt=blunt)
 
@@ -140,9 +140,11 @@ def _of_controls(
         value = _value(target, found, level)
         status = _status(target, value)
         if status is Status.HOLDS and not found.num_diverged:
-            blunt.append(f"{own.name}, known to do harm, meets the bound too: nothing fails by it at this size")
+            blunt.append(
+                f"{own.name}, a harmful control, meets the bound too, so the bound is not informative at this size"
+            )
         elif not status.is_missed and not found.num_diverged:
-            blunt.append(f"{own.name}, known to do harm, does not clearly miss the bound either")
+            blunt.append(f"{own.name}, a harmful control, does not clearly miss the bound either")
         interval = f"{value.mean:.2f} % ({value.low:.2f} to {value.high:.2f} at the same level)"
         told += f"; the control {own.name}: {interval}{found.diverged_text}"
     return told, "; ".join(blunt)

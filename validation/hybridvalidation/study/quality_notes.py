@@ -1,8 +1,9 @@
-"""Ladder verdicts on a training option's precision: that of its configuration's largest finished model size."""
+"""Ladder verdicts on a training option's precision, at its configuration's largest finished model size."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
+from hybridtrain.extension import QualityNote
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
@@ -10,34 +11,66 @@ from hybridtrain.plan.placement import Codec
 from hybridtrain.planning.candidates import Candidate
 from hybridvalidation.judge.statistics import Interval
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.equivalence import Comparison, Finding
-from hybridvalidation.study.protocol import LadderFile
-from hybridvalidation.study.quality import all_judged, weight_of
+from hybridvalidation.study.equivalence import Comparison, Finding, judge_size, last_analysis
+from hybridvalidation.study.protocol import Configuration, LadderFile, LadderMade, ladders, read_study
+from hybridvalidation.study.quality import weight_of
 
 
-def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results: Path) -> dict[str, str]:
-    """Return a sentence by name of the precision; one without a configuration on any ladder is missing.
+def ladder_notes(candidates: Iterable[Candidate], files: ScenarioFiles, results: Path) -> dict[str, QualityNote]:
+    """Return a note by name of the precision; one without a configuration on any ladder is missing.
 
-    A configuration has the same precision if it computes in the same element types and stores the same in as many bits.
-    The number of micro-batches may differ (of one, nothing is summed); a master in two halves is the master.
+    A configuration has the same precision if compute dtypes and storage bits are equal. The number of micro-batches may
+    differ; split16 counts as a float32 master.
     """
-    weighed = [
-        (judged.configuration, weight_of(judged), _said(ladder, judged))
-        for ladder, judged in all_judged(files, results)
-        if not judged.configuration.rounds_to_nearest
-    ]
-    numbers = {arm: _numbers(arm.plan()) for arm, _, _ in weighed}
+    made = {ladder.name: (ladder, read_study(results, ladder)) for ladder in ladders(files.folder)}
+    judged = [
+        (ladder.name, one) for ladder, runs in made.values() for size in ladder.rungs
+        for one in judge_size(ladder, runs, size) if not one.configuration.rounds_to_nearest
+    ]  # fmt: skip
+    numbers = {one.configuration: _numbers(one.configuration.plan()) for _, one in judged}
     notes = {}
     for candidate in candidates:
         wanted = _numbers(compose(candidate.optimizations()))
         found = [
-            (weight, note)
-            for arm, weight, note in weighed
-            if arm.optimizer == candidate.level.optimizer and _are_alike(numbers[arm], wanted, arm.num_micro_batches)
-        ]
+            (name, one) for name, one in judged
+            if (own := one.configuration).optimizer == candidate.level.optimizer
+            and _are_alike(numbers[own], wanted, own.num_micro_batches)
+        ]  # fmt: skip
         if found:
-            notes[candidate.level.name] = max(found, key=lambda note: note[0])[1]
+            name, best = max(found, key=lambda each: weight_of(each[1]))
+            notes[candidate.level.name] = _note(*made[name], best)
     return notes
+
+
+def _note(ladder: LadderFile, made: LadderMade, judged: Comparison) -> QualityNote:
+    baseline, text = _baseline(ladder, judged.configuration), _said(ladder, judged)
+    if baseline is judged.reference:
+        return QualityNote(params=judged.scale[0], verdict=_verdict(ladder, judged), text=text)
+    direct = last_analysis(ladder, made, judged.size, judged.configuration, baseline)
+    text += f"; against {baseline.name}: {_nats(direct.interval) or 'not run'}"
+    return QualityNote(params=judged.scale[0], verdict=_verdict(ladder, direct), text=text)
+
+
+def _baseline(ladder: LadderFile, own: Configuration) -> Configuration:
+    """Return full training in fp32, of fine-tuned configurations full fine-tuning: what all others end at."""
+    while (reference := ladder.reference_of(own)) is not None:
+        own = reference
+    return own
+
+
+def _verdict(ladder: LadderFile, judged: Comparison) -> str:
+    """Return the ladder's finding, of a comparison that it does not judge what the interval shows."""
+    found, margin = judged.interval, ladder.margin_nats
+    if found is None or not judged.is_finished:
+        return "no comparison with the baseline" if found is None else "test not finished"
+    is_equal = -margin <= found.low and found.high <= margin
+    if judged.finding is Finding.EQUIVALENT or (judged.finding is Finding.UNFINISHED and is_equal):
+        return f"equal within {margin:g} nats per token"
+    is_decided = judged.finding is not Finding.INCONCLUSIVE and (found.low > 0 or found.high < 0)
+    if judged.num_diverged or is_decided:
+        told = f"{'worse' if found.mean > 0 else 'better'} by {abs(found.mean):.3f} nats per token"
+        return f"{told}{judged.diverged_text}"
+    return f"undecided, {found.low:+.3f} to {found.high:+.3f} nats per token"
 
 
 def _said(ladder: LadderFile, judged: Comparison) -> str:
@@ -57,7 +90,7 @@ def _said(ladder: LadderFile, judged: Comparison) -> str:
 
 
 def interim_text(judged: Comparison, margin_nats: float) -> str:
-    """Return the interim result of an unfinished configuration, no verdict; empty where seeds are too few."""
+    """Return the interim result of an unfinished configuration; empty with too few seeds."""
     found = judged.interval
     if judged.finding is not Finding.UNFINISHED or found is None:
         return ""

@@ -24,8 +24,8 @@ from hybridvalidation.study.equivalence import (
     last_analysis,
 )
 from hybridvalidation.study.factors import (
-    Harm,
     MethodFigures,
+    SettingEffect,
     harms,
     horizon_curve,
     judge_study,
@@ -322,7 +322,7 @@ def _harm_parts(study: StudyFile, made: Made, style: str) -> list[str]:
     return [_registration(study, f"{study.target}. {study.stop_rule}"), shown, _HOW_HARM]
 
 
-def _harm_row(harm: Harm, largest_pct: float) -> list[str]:
+def _harm_row(harm: SettingEffect, largest_pct: float) -> list[str]:
     losses = [[record.validation_loss for record in records] for records in zip(*harm.pairs, strict=True)]
     ended = [[loss for loss in some if loss is not None] for some in losses]
     percents, own = harm.percents, [record for record, _ in harm.pairs]

@@ -1,4 +1,4 @@
-"""Runs a study: parallel processes, every run recorded as it ends; repeats probes with today's program."""
+"""Runs a study in parallel processes, records every run as it ends, and replays probes."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -42,28 +42,28 @@ from hybridvalidation.study.trials import (
 _BASES = Path("runs") / "ladder-bases"
 _TRIALS = "hybridvalidation.study.trials"
 LARGEST_REPLAY_DIFFERENCE = 1e-2
-"""Of a loss in nats, on another processor or torch, after at most eight steps. Sums have another order there, and first
-steps of AdamW move a weight by a whole learning rate in its gradient's direction, however small that is."""
+"""Tolerance of a loss in nats on another CPU or torch version, after at most eight steps. Sums have another order
+there, and AdamW's first steps have the size of the learning rate, however small the gradient."""
 
 
 def run_study(
     study: Study, results: Path, *, jobs: int, max_runs: int | None, size: str | None = None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Make all runs that are missing, and return all records.
+    """Make all missing runs; return all records.
 
     Args:
-        study: What to run.
+        study: The study.
         results: Folder of results.
-        jobs: Processes side by side, one thread each.
-        max_runs: Stop after so many; None: when the study is complete.
-        size: Of a ladder: make the runs of this model size alone.
-        say: Takes a line about every run.
+        jobs: Parallel processes, one thread each.
+        max_runs: Most runs to make; None: all.
+        size: Ladders only: restrict to this model size.
+        say: Called with a line about every run.
 
     Raises:
         DataError: the pinned texts of a ladder are not installed.
         RecordError: the runs made so far had another text.
-        HybridTrainError: a process crashed; what ended before it is on record.
+        HybridTrainError: a process crashed; finished runs are recorded.
     """
     made, path = read_study(results, study), record_path(results, study.name)
     if next_runs(study, made, size) and max_runs != 0:
@@ -96,9 +96,9 @@ def _check_text(study: Study, found: set[str], path: Path) -> None:
         known = {pinned_corpus(name).digest for name in (TEXT, OTHER_TEXT)}
     if others := sorted(digest[:8] for digest in found - known):
         raise RecordError(
-            f"{path}: its runs had the text {', '.join(others)}, this machine has "
-            f"{', '.join(sorted(digest[:8] for digest in known))}; resume with the same version of Python, or start "
-            "again with other --results"
+            f"{path}: its runs used the text {', '.join(others)}, this machine has "
+            f"{', '.join(sorted(digest[:8] for digest in known))}; resume with the same Python version, or use "
+            "another --results"
         )
 
 
@@ -108,14 +108,14 @@ def _ending(record: Any) -> str:
 
 
 def read_replays(results: Path, ladder: LadderFile) -> dict[str, ReplayRecord]:
-    """Return the latest replay of every run that has one, by key."""
+    """Return the latest replay of every replayed run, by key."""
     return {record.key: record for record in read_lines(record_path(results, _replays(ladder)), ReplayRecord)}
 
 
 def verify_ladder(
     ladder: LadderFile, stacks: Iterable[Stack], results: Path, *, jobs: int, say: Callable[[str], None]
 ) -> tuple[list[ReplayRecord], int, list[str]]:
-    """Repeat probes; return the replays, the number that hold, and the stacks that compute something else."""
+    """Replay probes; return the replays, the number reproduced, and stacks that differ from their configuration."""
     shared = {stack: own.name for own in ladder.arms for stack in own.stacks}
     same = configurations_of_stacks(ladder, stacks)
     astray = sorted(stack for stack, name in same.items() if name is None or shared.get(stack) != name)
@@ -126,7 +126,7 @@ def verify_ladder(
 def replay(
     ladder: LadderFile, made: LadderMade, results: Path, *, jobs: int, say: Callable[[str], None]
 ) -> list[ReplayRecord]:
-    """Repeat the probe of one run of every configuration and model size with today's program; record the result."""
+    """Replay the probe of one run per configuration and model size; record the results."""
     firsts = {}
     for size in ladder.rungs:
         for own in ladder.configurations_at(size):
@@ -147,22 +147,22 @@ def replay(
 def replay_sentence(found: ReplayRecord) -> str:
     """Return the result of a replay as a sentence."""
     if found.is_equal:
-        return "equal to the bit"
+        return "bit-equal"
     where = "on the same machine" if found.same_machine else "on another processor or torch"
     word = "within" if holds(found) else "beyond"
     return f"{word} the band, {found.largest_difference:.1e} nats apart {where}"
 
 
 def holds(found: ReplayRecord) -> bool:
-    """Return whether today's program reproduces the record: to the bit, within rounding on another machine."""
+    """Return whether the record is reproduced: bit-equal, or within rounding on another machine."""
     return found.is_equal or (not found.same_machine and found.largest_difference <= LARGEST_REPLAY_DIFFERENCE)
 
 
 def configurations_of_stacks(ladder: LadderFile, stacks: Iterable[Stack]) -> dict[str, str | None]:
-    """Return by stack the name of the configuration that computes the same to the bit; None: none does.
+    """Return by stack the configuration with bit-equal arithmetic; None: there is none.
 
-    Both train a few steps of the first model size, at its batch and first learning rate, through every phase.
-    Fine-tuned configurations are compared without their base, from random weights: the arithmetic is the same.
+    Both train a few steps of the first model size through every phase. Fine-tuned configurations are compared from
+    random weights, which does not change the arithmetic.
     """
     size, corpus, names = ladder.rungs[0], pinned_corpus(TEXT), dict[Probe, str]()
 

@@ -1,4 +1,4 @@
-"""One run of a study, executed on the CPU: train, validate, record; and the probe that a later program repeats."""
+"""One run of a study, executed on the CPU: train, validate, record; and the probe for later program versions."""
 
 import math
 import time
@@ -60,15 +60,15 @@ from hybridvalidation.study.protocol import (
 )
 
 TEXT, OTHER_TEXT = "sympy", "networkx"
-"""Of training, of fine-tuning."""
+"""Texts of training and of fine-tuning."""
 _PROBE_STEPS, _PROBE_WARMUP, _PROBE_BLOCK = 8, 2, 2
 LOSSES_BEFORE_JUMP = _PROBE_WARMUP + _PROBE_BLOCK
-"""Of a run in little: its first jump follows them."""
+"""Losses before the first jump of a small run."""
 _FIRST_STEPS, _FIRST_LOSSES = 4, "first losses"
 _VALIDATION_SEED = 0
 _NUM_MEANS, _TRAIN_TAIL = 20, 50
 _CARD = "rtx-4090"
-"""Whose dry run gives the planned bytes; they do not depend on it."""
+"""Card of the dry run for planned bytes, which do not depend on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,9 @@ class LadderJob:
     ladder: LadderFile
     run: LadderRun
     is_whole: bool = True
-    """Whether to train to the end and validate; else the first steps alone."""
+    """Whether to train to the end and validate; otherwise only the first steps."""
     bases: Path | None = None
-    """Folder of weights that baselines ended with; None: what fine-tuned runs go on from is trained for each."""
+    """Folder of baselines' final weights; None: each fine-tuned run trains its own base."""
 
 
 class Trial:
@@ -104,7 +104,7 @@ class Trial:
         self._sampler, self._num_micro_batches = sampler, num_micro_batches
 
     def train(self, num_steps: int) -> None:
-        """Run true steps up to a number, with the phases between them; raises ``DivergenceError``."""
+        """Run up to a number of true steps, with the phases between them; raises ``DivergenceError``."""
         while self.trainer.steps_done < num_steps:
             self.before_step()
             result = self.hybrid.advance(self.batches)
@@ -113,7 +113,7 @@ class Trial:
                 self.after_step(result.step)
 
     def before_step(self) -> None:
-        """Handle the begin of a phase step."""
+        """Handle the start of a phase step."""
 
     def after_step(self, step: int) -> None:
         """Handle the end of a true step."""
@@ -127,7 +127,7 @@ class Trial:
 
 
 class StudyTrial(Trial):
-    """A run of a study of time to loss, in float32 on the device."""
+    """Run of a study of time to loss, in float32 on the device."""
 
     def __init__(self, study: StudyFile, run: StudyRun, corpus: Corpus) -> None:
         self._study, self._run = study, run
@@ -156,7 +156,7 @@ class StudyTrial(Trial):
         self.curve: list[ValidationPoint] = []
 
     def after_step(self, step: int) -> None:
-        """Add the weights to the mean, and validate where that is due."""
+        """Add the weights to the average, and validate if due."""
         if self._average is not None:
             self._average.update()
         if (every := self._study.validate_every) and step % every == 0:
@@ -166,12 +166,12 @@ class StudyTrial(Trial):
             self.curve.append(ValidationPoint(step=step, cost=self.hybrid.statistics.cost, loss=loss))
 
     def batches(self, step: int) -> list[TokenBatch]:
-        """Return the batch of a step, of other data where they have shifted."""
+        """Return the batch of a step, permuted after a data shift."""
         is_shifted = self._disturbance == "data_shift" and step >= self._run.num_steps // 2
         return [shifted(batch) if is_shifted else batch for batch in super().batches(step)]
 
     def final_losses(self) -> tuple[float, float]:
-        """Return validation and test loss; raises ``DivergenceError`` where they are no numbers."""
+        """Return validation and test loss; raises ``DivergenceError`` if they are not finite."""
         if self._average is not None:
             self._average.put_in()
         change = shifted if self._disturbance == "data_shift" else lambda batch: batch
@@ -191,7 +191,7 @@ class StudyTrial(Trial):
 
 
 def run_study_job(job: StudyJob) -> StudyRecord:
-    """Train once on one thread and return the record; a run that diverges is an outcome."""
+    """Train once on one thread and return the record; divergence is an outcome."""
     torch.set_num_threads(1)
     study, run, header = job.study, job.run, begin_header()
     corpus = corpus_of(study)
@@ -220,7 +220,7 @@ def run_study_job(job: StudyJob) -> StudyRecord:
 
 
 def corpus_of(study: StudyFile) -> Corpus:
-    """Return the text that a study of time to loss is about."""
+    """Return the corpus of a study of time to loss."""
     return pinned_corpus() if study.corpus == "pinned" else embedded_corpus(study.corpus_mib * MIB)
 
 
@@ -234,7 +234,7 @@ def _optimizer_of(method: StudyMethod, adamw: AdamWConfig) -> Optimizer:
 
 
 def plan_of(method: StudyMethod) -> MemoryPlan:
-    """Return the plan of a method: everything in float32 on the device, with its predictor's history."""
+    """Return the plan of a method: float32 on the device, with its predictor's history."""
     if method.slow is None and method.hybrid is None:
         return compose([])
     is_linear = method.hybrid is not None and method.hybrid.predictor == "linear"
@@ -250,18 +250,18 @@ class Recipe:
 
     plan: MemoryPlan
     optimizer: Optimizer
-    """At the run's learning rate."""
+    """Optimizer at the run's learning rate."""
     hybrid: HybridConfig
     rounds_to_nearest: bool = False
 
     @property
     def jumps(self) -> bool:
-        """Whether the plan keeps a predictor's history."""
+        """Whether the plan stores a predictor's history."""
         return self.plan.for_phase(Phase.FULL).history_tensors > 0
 
     @property
     def walks(self) -> bool:
-        """Whether phases differ without a jump: they are passed through all the same."""
+        """Whether phases differ although there is no jump, so that they are still alternated."""
         full = self.plan.for_phase(Phase.FULL)
         return not self.jumps and any(table != full for table in self.plan.phases.values())
 
@@ -276,7 +276,7 @@ def recipe_of(ladder: LadderFile, own: Configuration | Stack, lr: float) -> Reci
 
 
 class LadderTrial(Trial):
-    """A run of a ladder, by its recipe."""
+    """Run of a ladder, by its recipe."""
 
     def __init__(
         self, size: ModelSize, recipe: Recipe, seed: int, corpus: Corpus, source: WeightSource | None = None
@@ -292,13 +292,13 @@ class LadderTrial(Trial):
         super().__init__(trainer, recipe.hybrid if recipe.jumps else None, sampler, num_micro_batches=count)
 
     def train(self, num_steps: int) -> None:
-        """Run true steps up to a number; raises ``DivergenceError``."""
+        """Run up to a number of true steps; raises ``DivergenceError``."""
         with self._arithmetic():
             super().train(num_steps)
             self.trainer.enter_phase(Phase.FULL)
 
     def before_step(self) -> None:
-        """Enter the next true step's phase as the cycle of a predictor would, by way of PREDICT."""
+        """Enter the next true step's phase as a hybrid cycle would, through PREDICT."""
         if not self._recipe.walks:
             return
         done = self.trainer.steps_done - self._size.warmup_steps
@@ -309,7 +309,7 @@ class LadderTrial(Trial):
             self.trainer.enter_phase(phase)
 
     def validate(self, num_batches: int) -> tuple[float, float]:
-        """Return mean loss in nats per token, and the share of tokens that were the likeliest.
+        """Return mean loss in nats per token, and top-1 accuracy.
 
         Windows are drawn from all held-out documents, the same ones for every run of a model size.
         """
@@ -330,7 +330,7 @@ class LadderTrial(Trial):
         return loss, fmean(hits)
 
     def weights_digest(self) -> str:
-        """Return the SHA-256 of all trained weights' exact values, wherever and however they are stored."""
+        """Return the SHA-256 of all trained weights' exact values, in any placement and format."""
         found: dict[tuple[str, int, int], bytes] = {}
 
         def note(swept: ParameterSlice) -> None:
@@ -354,7 +354,7 @@ class LadderTrial(Trial):
 
 
 def run_ladder_job(job: LadderJob) -> LadderRecord:
-    """Train once on one thread and return the record; a run that diverges is an outcome."""
+    """Train once on one thread and return the record; divergence is an outcome."""
     torch.set_num_threads(1)
     ladder, run, header, begin = job.ladder, job.run, begin_header(), time.process_time()
     own, size, corpus = ladder.configuration(run.arm), ladder.size(run.rung), pinned_corpus(TEXT)
@@ -392,9 +392,9 @@ def run_ladder_job(job: LadderJob) -> LadderRecord:
 
 
 def run_probe(size: ModelSize, recipe: Recipe, seed: int, corpus: Corpus) -> Probe:
-    """Train a few steps, every phase among them, and return all losses and a digest of all weights.
+    """Train a few steps through every phase; return all losses and a digest of all weights.
 
-    Two recipes with equal probes compute the same: this is how stacks find the configuration whose runs they share.
+    Recipes with equal probes have equal arithmetic; so stacks find the configuration whose runs they share.
     """
     short = replace(size, num_steps=_PROBE_STEPS, warmup_steps=_PROBE_WARMUP)
     trial = LadderTrial(short, replace(recipe, hybrid=replace(recipe.hybrid, full_steps=_PROBE_BLOCK)), seed, corpus)
@@ -404,10 +404,10 @@ def run_probe(size: ModelSize, recipe: Recipe, seed: int, corpus: Corpus) -> Pro
 
 @dataclass(frozen=True, slots=True)
 class FinalWeights:
-    """Final weights of a float32 run on the device, for another one to begin with."""
+    """Final weights of a float32 run on the device, to initialize another run."""
 
     values: Mapping[str, Tensor]
-    """Flat, by parameter."""
+    """Flat values by parameter."""
     first_losses: tuple[float, ...]
 
     @classmethod
@@ -430,7 +430,7 @@ class FinalWeights:
 
 
 def read_weights(path: Path) -> FinalWeights | None:
-    """Read the weights of ``FinalWeights.write``, to the bit; None where there is no such file."""
+    """Read the weights of ``FinalWeights.write``, bit-exactly; None without the file."""
     if not path.exists():
         return None
     values = safetensors.torch.load(path.read_bytes())

@@ -61,7 +61,7 @@ def _found(states: Path, older: str, told: str) -> tuple[str, str]:
         return "traceback", f"{told}: {type(error).__name__}: {error}"
     if taken != older:
         return "accepted", f"{told}: the damaged state was taken"
-    return ("noticed", "") if any("damaged checkpoint" in line for line in said) else ("silent", f"{told}: not told")
+    return ("noticed", "") if any("checkpoint is damaged" in line for line in said) else ("silent", f"{told}: not told")
 
 
 FLIPS: Final = Campaign(

@@ -30,7 +30,7 @@ _MOST_KILLS: Final = 3
 """Of one run; then it runs to its end."""
 _LATE: Final = "done before"
 _RESUMED: Final = "resumed to the end"
-_TOLD: Final = ("another rank ended or did not answer in time", "the ranks did not meet")
+_TOLD: Final = ("another rank ended or did not answer in time", "not all ranks joined")
 _IN_PROGRAM: Final = ("a file", "a collective")
 _PLACES: Final = ("a moment", *_IN_PROGRAM)
 _STAND_STILL: Final = 0.15

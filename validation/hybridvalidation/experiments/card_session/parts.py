@@ -1,4 +1,4 @@
-"""Parts of the evidence, the most valuable first, and whether one can still be started."""
+"""Parts of the evidence by priority, and whether there is time for one."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ from hybridtrain.stacks import Stack
 from hybridtrain.units import GIB, MIB, format_bytes, format_seconds
 
 CEILINGS = "ceilings"
-"""The part that always runs, first: it tells whether the card works at all."""
+"""The first part, which always runs: it shows whether the card works."""
 PAIRS = "pairs"
-"""In place of a name: all small pairs of model and stack."""
+"""Name that stands for all small pairs of model and stack."""
 _SETUP_SECONDS = 20.0
-"""Starting Python, torch and CUDA, and drawing initial values."""
+"""Assumed seconds for starting Python, torch and CUDA, and drawing initial values."""
 _SECONDS_PER_PINNED_BYTE = 1 / (1.5 * GIB)
-"""Locking host memory, at the slow end of what is seen."""
+"""Assumed rate of pinning host memory, at the slow end of measurements."""
 _LEAST_STEPS = 2
-"""The first allocates and warms up; without a second nothing is known of the speed."""
+"""Fewest steps: the first allocates and warms up, the second shows the speed."""
 _STEP_MARGIN = 1.6
-"""A step may take this much longer than estimated before a part is cut short."""
+"""Factor by which a step may exceed its estimate before the part is stopped."""
 _SHORTAGE = 0.9
-"""Share of a part's cap that must be there: a card of 24 GB has a little less than 24 GiB, and a desktop on it."""
+"""Share of a part's cap that must be free: a 24 GB card has a little less than 24 GiB, and maybe a desktop."""
 _PAIR_MODELS = ("gpt2-large", "gpt2-xl", "gpt2-1b")
 PAIR_STACKS = ("vanilla", "mixed", "phase2-lite", "balanced", "streaming", "conservative", "tight")
-"""Stacks of the scenario folder that small models are tried with."""
+"""Stacks of the scenario folder for small models."""
 _PAIR_CAPS_GIB = {24: _PAIR_MODELS, 16: ("gpt2-large", "gpt2-1b")}
-"""Models to try under each cap."""
+"""Models by cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,14 @@ class Part:
     cap_gib: int
     seq_len: int
     num_sequences: int
-    """Per optimizer step."""
+    """Sequences per optimizer step."""
     stack: Stack | None = None
-    """None: what ``recommend`` finds."""
+    """Stack; None: the one that ``recommend`` finds."""
     num_steps: int = 3
     profiles: bool = False
-    """Whether one more step is profiled."""
+    """Whether an additional step is profiled."""
     host_gib: float | None = None
-    """Host memory that the run may count on; None: what is available."""
+    """Host memory for the run; None: available memory."""
     limit_s: float
 
     @property
@@ -63,7 +63,7 @@ class Part:
 
 
 def all_parts(stacks: Sequence[Stack]) -> Iterator[Part]:
-    """Yield the parts in the order of their value; ``stacks``: those of the scenario folder, for the pairs."""
+    """Yield the parts by priority; ``stacks``: the scenario folder's, for the pairs."""
     yield _recommended("7b-24", "llama-7b", 24, limit_s=300, profiles=True)
     yield _recommended("1b-16", "llama-1b", 16, limit_s=150)
     yield _recommended("7b-16", "llama-7b", 16, limit_s=300)
@@ -74,10 +74,10 @@ def all_parts(stacks: Sequence[Stack]) -> Iterator[Part]:
 
 
 def choose_parts(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
-    """Return the parts that were asked for, in their order; all without a wish.
+    """Return the requested parts in order; all by default.
 
     Raises:
-        ConfigError: a name that no part has.
+        ConfigError: an unknown part.
     """
     names = [part.name for part in parts]
     pairs = {part.name for part in parts if "/" in part.name}
@@ -90,7 +90,7 @@ def choose_parts(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
 
 
 def effective_cap(part: Part, total_bytes: int, others_bytes: int) -> int:
-    """Return the bytes of the card that the part gets: its cap, or a little less; 0 when too much is missing."""
+    """Return the part's memory in bytes: its cap, or a little less; 0 if too little is free."""
     there = (total_bytes - others_bytes) // MIB * MIB
     cap = min(part.cap_bytes, there)
     return cap if cap >= _SHORTAGE * part.cap_bytes else 0
@@ -99,17 +99,17 @@ def effective_cap(part: Part, total_bytes: int, others_bytes: int) -> int:
 def shortage(part: Part, total_bytes: int, others_bytes: int) -> str:
     """Return the reason why the card cannot hold the part's cap."""
     if total_bytes < _SHORTAGE * part.cap_bytes:
-        return f"the card is too small: it has {format_bytes(total_bytes)}, the part wants {part.cap_gib} GiB"
+        return f"the card is too small: it has {format_bytes(total_bytes)}, the part needs {part.cap_gib} GiB"
     return (
-        f"the card is busy: other programs hold {format_bytes(others_bytes)} of {format_bytes(total_bytes)}, the part "
+        f"the card is in use: other programs use {format_bytes(others_bytes)} of {format_bytes(total_bytes)}, the part "
         f"wants {part.cap_gib} GiB"
     )
 
 
 def time_limit(part: Part, *, step_s: float, host_bytes: int, remaining_s: float) -> tuple[float, str]:
-    """Return the part's time limit in seconds and an empty text, or 0 and why it cannot be started any more.
+    """Return the part's time limit in seconds and an empty text, or 0 and why there is no time for it.
 
-    ``step_s``: estimated, of a step; ``host_bytes``: to be pinned; ``remaining_s``: until the command must be over.
+    ``step_s``: estimated step time; ``host_bytes``: to be pinned; ``remaining_s``: time left.
     """
     setup_s = _SETUP_SECONDS + host_bytes * _SECONDS_PER_PINNED_BYTE
     least_s = setup_s + _LEAST_STEPS * _STEP_MARGIN * step_s

@@ -1,4 +1,4 @@
-"""Plan of a part of the evidence, made without the card: its stack, and its dry run."""
+"""Plan of a part, without the card: its stack and its dry run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +19,8 @@ from hybridvalidation.experiments.card_session.record import Ceilings
 from hybridvalidation.records.asked import plan_figures
 
 _FP32_SHARE = 1 / 8
-"""Rate of fp32 matmuls against bfloat16 ones, for a card of no catalogue; the evidence trains in bfloat16."""
+"""Rate of fp32 matmuls against bfloat16 ones, for a card of no catalogue; the evidence trains in bfloat16. Cards below
+compute capability 8.0, without tensor cores for it, have one rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,33 +43,35 @@ class PlannedPart:
     accum_steps: int
     predicted: MemoryFigures
     fault: str = ""
-    """Why it cannot be run on this machine."""
+    """Reason why it cannot run on this machine; empty: it can."""
 
 
 def card_under_cap(ceilings: Ceilings, cap_bytes: int) -> Card:
-    """Return the card's true facts with the cap for its memory and the measured context.
+    """Return the card's data with the cap as its memory, and the measured context.
 
-    Facts come from the catalogue; a card that is not in it gets the rates that were just measured.
+    Data are from the catalogue; an unknown card gets the measured rates.
     """
-    facts = next((card for card in card_catalogue().values() if card.name == ceilings.name), None)
+    alike = [card for card in card_catalogue().values() if card.name == ceilings.name]
     memory_mib, context_mib = cap_bytes // MIB, -(-ceilings.context_with_libraries_bytes // MIB)
-    if facts is not None:
+    if alike:  # an RTX 3080 of 12 GB has more multiprocessors than one of 10 GB
+        facts = min(alike, key=lambda card: abs(card.sms - ceilings.num_sms))
         return replace(facts, memory_mib=memory_mib, context_mib=context_mib)
     tflops = ceilings.matmul_tflops / DEFAULT_EFFICIENCY.matmul
+    share = _FP32_SHARE if float(ceilings.compute_capability) >= 8.0 else 1.0
     return Card(
         name=ceilings.name, memory_mib=memory_mib, context_mib=context_mib,
-        compute_capability=ceilings.compute_capability, tflops_bf16=tflops, tflops_fp32=tflops * _FP32_SHARE,
+        compute_capability=ceilings.compute_capability, tflops_bf16=tflops, tflops_fp32=tflops * share,
         memory_gbps=ceilings.device_copy_gbps / DEFAULT_EFFICIENCY.memory,
         pcie_gbps=ceilings.in_gbps / DEFAULT_EFFICIENCY.bus, sms=ceilings.num_sms,
     )  # fmt: skip
 
 
 def plan_part(job: PlanJob) -> PlannedPart:
-    """Find the stack if none is given, and run it dry.
+    """Choose a stack if none is given, and dry-run it.
 
     Raises:
         OutOfMemoryError: no stack fits.
-        ConfigError: the part's batch cannot be divided as its stack wants.
+        ConfigError: the part's batch is not divisible into its stack's micro-batches.
     """
     part, model = job.part, model_preset(job.part.model)
     stack = part.stack
@@ -92,8 +95,8 @@ def plan_part(job: PlanJob) -> PlannedPart:
         model=model, plan=plan, card=job.card, workload=workload, host=job.host, config=stack.training()
     ).dry_run()
     fault = (
-        f"it would take {format_bytes(run.host_peak_bytes)} of host memory, {format_bytes(job.host.tensor_bytes)} may "
-        "be used"
+        f"it needs {format_bytes(run.host_peak_bytes)} of host memory, {format_bytes(job.host.tensor_bytes)} are "
+        f"available"
     )
     return PlannedPart(
         stack=stack, num_params=run.num_params, plan=plan_figures(plan), micro_batch_size=workload.micro_batch_size,

@@ -25,46 +25,46 @@ class Ceilings:
     compute_capability: str
     num_sms: int
     matmul_tflops: float
-    """bfloat16, 8192 x 8192 x 8192, random values."""
+    """Matmul rate in bfloat16, 8192 x 8192 x 8192, random values."""
     device_copy_gbps: float
-    """Device to device, bytes read and written together."""
+    """Device-to-device copy rate, read plus written bytes."""
     in_gbps: float
-    """Pinned host memory to the device, alone."""
+    """Rate of pinned copies to the device, alone."""
     out_gbps: float
     both_in_gbps: float
-    """The same while the other direction runs too."""
+    """Rates of pinned copies to the device while the other direction runs too."""
     both_out_gbps: float
     is_pinned: bool
-    """Whether torch sees the memory of the host tier as pinned."""
+    """Whether torch recognises the host tier's memory as pinned."""
     pin_gbps: float
-    """Rate at which new host memory is locked."""
+    """Rate of pinning new host memory."""
     context_bytes: int
     """CUDA context after the first tensor."""
     context_with_libraries_bytes: int
-    """The same after the first matmuls."""
+    """CUDA context after the first matmuls."""
     forward_workspace_bytes: int
-    """Workspace bytes that the first matmul keeps, beside its result."""
+    """Workspace bytes of the first matmul, besides its result."""
     backward_workspace_bytes: int
     """Additional workspace bytes of the first matmul of the backward thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOverlap:
-    """One profiled step: overlap of bus copies with kernels."""
+    """Overlap of bus copies with kernels in one profiled step."""
 
     window_s: float
-    """From the first to the last thing the card did."""
+    """From the first to the last event on the card."""
     kernel_s: float
-    """Time in which at least one kernel ran."""
+    """Time with at least one kernel running."""
     copy_in_s: float
-    """Time in which data came from the host."""
+    """Time with copies from the host."""
     copy_out_s: float
     copy_s: float
-    """Time in which either did."""
+    """Time with copies in either direction."""
     hidden_s: float
-    """Part of it in which a kernel ran too."""
+    """Part of the copies' time with a kernel running."""
     pageable_s: float
-    """Of all copies: those from or to memory that was not pinned."""
+    """Time of copies from or to memory that was not pinned."""
     num_kernels: int
     num_copies: int
 
@@ -75,14 +75,14 @@ class CopyOverlap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class CardMeasurements:
     """Measurements of the card."""
 
     build_s: float = 0.0
-    """Model built, initial values drawn on the device."""
+    """Seconds of building the model with initial values on the device."""
     steps: tuple[MeasuredStep, ...] = ()
     outside_bytes: int = 0
-    """CUDA context and libraries, outside of the allocator."""
+    """Bytes of CUDA context and libraries, outside of the allocator."""
     host_bytes: int = 0
     disk_bytes: int = 0
     num_alloc_retries: int = 0
@@ -90,12 +90,12 @@ class Measured:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """Largest of any step."""
+        """Peak over all steps."""
         return max((step.peak_allocated_bytes for step in self.steps), default=0)
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """Largest of any step."""
+        """Peak over all steps."""
         return max((step.peak_reserved_bytes for step in self.steps), default=0)
 
     @property
@@ -105,14 +105,14 @@ class Measured:
 
     @property
     def step_time_s(self) -> float | None:
-        """Median of the steps after the first, which allocates and warms up; of the first where it is alone."""
+        """Median step time without the first step, which allocates and warms up, unless it is the only one."""
         times = [step.seconds for step in self.steps]
         return median(times[1:] or times) if times else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A model trained under a cap, beside the dry run of the same steps."""
+    """A model trained under a cap, with the dry run of these steps."""
 
     model: str
     num_params: int
@@ -120,12 +120,12 @@ class Training:
     description: str
     plan: Mapping[str, str]
     cap_bytes: int
-    """Of the card, CUDA context included."""
+    """Cap of the card's memory, CUDA context included."""
     micro_batch_size: int
     seq_len: int
     accum_steps: int
     predicted: MemoryFigures
-    measured: Measured | None
+    measured: CardMeasurements | None
 
     @property
     def tokens_per_step(self) -> int:
@@ -134,14 +134,14 @@ class Training:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Measured, by the median step."""
+        """Measured tokens per second, by the median step."""
         seconds = None if self.measured is None else self.measured.step_time_s
         return self.tokens_per_step / seconds if seconds else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceRecord(Record):
-    """One part."""
+    """Record of one part."""
 
     part: str
     description: str
@@ -149,11 +149,11 @@ class EvidenceRecord(Record):
     card: str
     """Name of the CUDA card."""
     others_bytes: int
-    """Memory of the card that other programs held when the part began."""
+    """Card memory of other programs at the start of the part."""
     ceilings: Ceilings | None = None
     training: Training | None = None
 
 
 def read_evidence(records: Path) -> list[EvidenceRecord]:
-    """Return all records, oldest first; raises ``RecordError`` for a line that is no record."""
+    """Return all records, oldest first; raises ``RecordError`` for an invalid line."""
     return read_lines(records / EVIDENCE_FILE, EvidenceRecord)

@@ -1,6 +1,6 @@
-"""All parts of the evidence within a budget of time: planned side by side on the processor, run one by one on the card.
+"""All parts of the evidence within a time limit: planned in parallel on the CPU, run one by one on the card.
 
-The card takes the most valuable part whose plan is there, so that it does not wait for a long search.
+The card runs the part of highest priority whose plan is ready.
 """
 
 import os
@@ -19,7 +19,7 @@ from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError
 from hybridtrain.stacks import default_folder
 from hybridtrain.units import GIB, MIB, format_bytes
 from hybridtrain.virtual_gpu.cards.card import Host
-from hybridvalidation.child import ONE_THREAD, Child, Ended
+from hybridvalidation.child import ONE_THREAD, Child, ChildResult
 from hybridvalidation.experiment import Experiment, begin_header
 from hybridvalidation.experiments.card_session.parts import (
     CEILINGS,
@@ -40,34 +40,34 @@ from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.scenario_files import ScenarioFiles
 
 NO_CARD = (
-    "no CUDA card: nothing was measured; run this on a machine with one, with a torch built for CUDA (nvidia-smi must "
-    "list the card)"
+    "no CUDA card: nothing was measured; use a machine with a CUDA card that nvidia-smi lists, and a CUDA build of "
+    "torch"
 )
 _POLL_S = 0.2
 _RECORDING_S = 5.0
-"""Kept of the budget for the last record and the table."""
+"""Seconds reserved for the last record and the table."""
 _CEILINGS_SECONDS = 90.0
 _HOST_SHARE = 0.85
-"""Of the available host memory, for a run beside which others are still planned."""
+"""Share of available host memory for a run, while others are still planned."""
 _BUSY_BYTES = GIB
-"""More than this in use by others disturbs times; a desktop takes less."""
+"""Memory of other programs above which times may be disturbed; a desktop uses less."""
 _UNKNOWN_HOST_BYTES = 16 * GIB
-"""Where the system does not say what is available."""
+"""Assumed host memory if the system does not report it."""
 
 Verb: TypeAlias = Literal["plan", "ceilings", "train"]
-"""Work of a process: a function of worker.py."""
+"""Functions of worker.py that a child process runs."""
 
 
 def start_child(verb: Verb, job: object, limit_s: float) -> Child[Answer]:
-    """Start a process; plans are made side by side and get one thread each."""
+    """Start a process; parallel planning processes get one thread each."""
     return Child(
         f"hybridvalidation.experiments.card_session.worker:{verb}", job, Answer, limit_s=limit_s,
         environment=ONE_THREAD if verb == "plan" else {},
     )  # fmt: skip
 
 
-def answer_of(ended: Ended[Answer]) -> Answer:
-    """Return the answer of a process; a crash or a timeout is an answer too."""
+def answer_of(ended: ChildResult[Answer]) -> Answer:
+    """Return the answer of a process; crashes and timeouts become answers."""
     return ended.answer or Answer(outcome=Outcome.ERROR, message=ended.fault)
 
 
@@ -77,11 +77,11 @@ class Session:
 
     card: str
     total_bytes: int
-    """Of the card."""
+    """Memory of the card in bytes."""
     used_bytes: Callable[[], int | None]
-    """Memory of the whole card in use; None where unknown."""
+    """Used memory of the whole card; None if unknown."""
     host_bytes: int
-    """Host memory that is available."""
+    """Available host memory."""
     budget_s: float
     say: Callable[[str], None]
     start: Callable[[Verb, object, float], Child[Answer]] = start_child
@@ -89,11 +89,11 @@ class Session:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     num_planners: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) - 4))
-    """The run on the card has the other cores."""
+    """Parallel planning processes; the run on the card has the other cores."""
 
 
 class EvidenceRun:
-    """One call of the command."""
+    """Result of one call of the command."""
 
     def __init__(self, session: Session, parts: Sequence[Part]) -> None:
         self._session, self._parts = session, parts
@@ -106,7 +106,7 @@ class EvidenceRun:
         self._children: list[Child[Answer]] = []
 
     def run(self, names: Sequence[str]) -> Iterator[tuple[str, EvidenceRecord]]:
-        """Run the ceilings, then every part for which card, host and time suffice; yield the record of each."""
+        """Run the ceilings, then each part that card, host and time allow; yield the records."""
         parts = [part for part in self._parts if part.name in names]
         try:
             answer, record = self._measure_ceilings()
@@ -132,7 +132,7 @@ class EvidenceRun:
             waiting.remove(ready)
             yield ready.name, self._run_part(ready)
         for part in waiting:
-            yield part.name, self._skip(part, "its plan was not ready when the time was over")
+            yield part.name, self._skip(part, "its plan was not ready in time")
 
     def _measure_ceilings(self) -> tuple[Answer, EvidenceRecord]:
         session, header = self._session, begin_header()
@@ -141,7 +141,7 @@ class EvidenceRun:
         answer = self._finish(self._start("ceilings", job, min(_CEILINGS_SECONDS, self._remaining())))
         if answer.ceilings is not None:
             self._context_bytes = -(-answer.ceilings.context_with_libraries_bytes // MIB) * MIB
-        return answer, self._record(CEILINGS, "what the card does at best", answer, header(), ceilings=answer.ceilings)
+        return answer, self._record(CEILINGS, "no ceilings", answer, header(), ceilings=answer.ceilings)
 
     def _next_ready(self, waiting: Sequence[Part]) -> Part | None:
         """Return the most valuable part whose plan is there; None when the time is over."""
@@ -236,20 +236,20 @@ def _training(part: Part, planned: PlannedPart, cap_bytes: int, answer: Answer) 
 
 
 class NoCard(HybridTrainError):  # noqa: N818  a state of the machine; the name is part of the answer
-    """Raised when there is no card to measure on, or too little of it is free."""
+    """There is no CUDA card, or too little of its memory is free."""
 
 
 def measure_card(
     *, minutes: float, only: Sequence[str], scenarios: Path | None, results: Path, say: Callable[[str], None]
 ) -> tuple[Sequence[EvidenceRecord], list[Path]]:
-    """Measure, record each part at once and write the table; return the records made and the files written.
+    """Measure, record each part at once, and write the table; return records and files.
 
-    Parts that ``minutes`` leave no time for are recorded as skipped; ``only`` names parts, empty: all; ``scenarios`` is
-    the folder of scenario files, None: the default one; ``say`` takes a line about each part.
+    Parts beyond ``minutes`` are recorded as skipped. ``only``: parts, empty: all. ``scenarios``: folder of scenario
+    files, None: the default one. ``say`` is called with a line about each part.
 
     Raises:
         NoCard: nothing was measured.
-        ConfigError: a part is unknown, a file is faulty.
+        ConfigError: a part is unknown, or a file invalid.
     """
     files = ScenarioFiles(scenarios or default_folder())
     stacks = [files.stack(name) for name in files.stack_names() if name in PAIR_STACKS]
@@ -263,11 +263,11 @@ def measure_card(
     if session.total_bytes - used < smallest * 9 // 10:
         raise NoCard(
             f"{format_bytes(used)} of the {format_bytes(session.total_bytes)} of {session.card} are in use, and the "
-            f"smallest part wants {format_bytes(smallest)}: nothing was measured; end the other programs, or take a "
-            f"larger card"
+            f"smallest part needs {format_bytes(smallest)}: nothing was measured; end other programs, or use a larger "
+            f"card"
         )
     if used > _BUSY_BYTES:
-        say(f"other programs hold {format_bytes(used)} of {session.card}: times will be longer than on an idle card")
+        say(f"other programs use {format_bytes(used)} of {session.card}: times may be longer than on an idle card")
 
     def on_record(record: EvidenceRecord) -> None:
         records.append(record)

@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import MIB, format_count, to_gib
-from hybridvalidation.experiments.card_session.record import Ceilings, CopyOverlap, EvidenceRecord, Measured
+from hybridvalidation.experiments.card_session.record import CardMeasurements, Ceilings, CopyOverlap, EvidenceRecord
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Outcome
 
@@ -19,8 +19,8 @@ _HOW = (
     "Measured on the card under a hard cap of torch's allocator. Columns `planned`: the earlier dry run of the same "
     "steps, and by how many percent it exceeds the measurement. Tokens/s: median step without the first. Device: "
     "allocator and CUDA context of this process. Planned device bytes contain the context as measured in the first "
-    "part; planned tokens/s are estimates. Copies hidden: share of the bus copies' time in one profiled step during "
-    "which a kernel ran too."
+    "part; planned tokens/s are estimates. Copies hidden: share of the bus copies' time, in one profiled step, with a "
+    "kernel running."
 )
 
 
@@ -74,9 +74,9 @@ def _card_parts(records: Sequence[EvidenceRecord]) -> list[str]:
 
 def _row(record: EvidenceRecord) -> list[str]:
     training, overlap = record.training, _overlap(record)
-    assert training is not None, "only those that were trained have a row"
+    assert training is not None, "only trained parts have a row"
     predicted, measured, rate = training.predicted, training.measured, training.tokens_per_s
-    found = measured if measured is not None and measured.steps else Measured()
+    found = measured if measured is not None and measured.steps else CardMeasurements()
     share = None if overlap is None else overlap.hidden_share
     return [
         record.part, f"{training.model} ({format_count(training.num_params)})", f"{to_gib(training.cap_bytes):.1f}",

@@ -1,4 +1,4 @@
-"""A part of the evidence on the card: a few steps under a cap, and a profiled one for the overlap of copies."""
+"""A part on the card: a few steps under a cap, and a profiled step for the overlap of copies."""
 
 import json
 import math
@@ -21,13 +21,13 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridvalidation.experiments.card_session.parts import Part
 from hybridvalidation.experiments.card_session.plan import PlannedPart
-from hybridvalidation.experiments.card_session.record import CopyOverlap, Measured
+from hybridvalidation.experiments.card_session.record import CardMeasurements, CopyOverlap
 from hybridvalidation.experiments.measure import DeviceUse, cap_memory, num_alloc_retries, run_step
 
 _NEXT_STEP = 1.2
-"""A step is started when this many times the last one's seconds are left."""
+"""A step starts only if this multiple of the last step's time is left."""
 _PROFILED_STEP = 3.0
-"""The same for the profiled step, whose trace must be written and read too."""
+"""Factor for the profiled step, whose trace must be written and read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class DeviceEvent:
 
     name: str
     category: str
-    """As torch.profiler writes it: ``kernel``, ``gpu_memcpy``, ``gpu_memset``."""
+    """Category of torch.profiler: ``kernel``, ``gpu_memcpy``, ``gpu_memset``."""
     start_s: float
     duration_s: float
 
     @property
     def span(self) -> tuple[float, float]:
-        """Begin and end."""
+        """(start, end)."""
         return (self.start_s, self.start_s + self.duration_s)
 
     def copies(self, direction: str) -> bool:
@@ -51,9 +51,9 @@ class DeviceEvent:
 
 
 def copy_overlap(events: Sequence[DeviceEvent]) -> CopyOverlap | None:
-    """Return the overlap of bus copies with kernels; None for a trace in which the card did nothing.
+    """Return the overlap of bus copies with kernels; None for a trace without events on the card.
 
-    Fills, and copies that stay on the device, count as kernels: they are work of the compute queue.
+    Fills and device-to-device copies count as kernels.
     """
     if not events:
         return None
@@ -97,24 +97,24 @@ class TrainJob:
     part: Part
     planned: PlannedPart
     cap_bytes: int
-    """Of the card, CUDA context included."""
+    """Cap of the card's memory, CUDA context included."""
     context_bytes: int
     host_limit_bytes: int
     used_before_bytes: int | None
-    """Of the whole card before this process used it; None: unknown."""
+    """Used memory of the whole card before this process; None: unknown."""
     limit_s: float
-    """From the start of the process."""
+    """Seconds from the start of the process."""
 
 
 @dataclass(slots=True)
 class TrainedPart:
-    """Measurements so far: an error in the middle leaves the steps before it."""
+    """Measurements so far, kept after an error."""
 
-    measured: Measured = field(default_factory=Measured)
+    measured: CardMeasurements = field(default_factory=CardMeasurements)
     remark: str = ""
 
     def add(self, **figures: Any) -> None:
-        """Add figures of ``Measured``."""
+        """Add figures of ``CardMeasurements``."""
         self.measured = replace(self.measured, **figures)
 
 
@@ -122,9 +122,8 @@ def train_part(job: TrainJob, corpus: Corpus, trained: TrainedPart, begin_s: flo
     """Train, and write measurements into ``trained``; the process began at ``begin_s`` of ``time.monotonic``.
 
     Raises:
-        torch.OutOfMemoryError: the cap refused a request.
-        HostMemoryError: the host has too little memory.
-        DivergenceError: the loss is no number.
+        torch.OutOfMemoryError: a request exceeded the cap. HostMemoryError: too little host memory. DivergenceError:
+        the loss is not finite.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     use = DeviceUse(device, job.used_before_bytes)
@@ -158,7 +157,7 @@ def _train(job: TrainJob, corpus: Corpus, trained: TrainedPart, transfer: Transf
     for step in range(job.part.num_steps):
         steps = trained.measured.steps
         if steps and time.monotonic() + _NEXT_STEP * steps[-1].seconds > deadline_s:
-            trained.remark = f"{len(steps)} of {job.part.num_steps} steps: no time for more"
+            trained.remark = f"{len(steps)} of {job.part.num_steps} steps; no time for more"
             break
         trained.add(steps=(*steps, run_step(trainer, _batches(job, corpus, step), transfer.device)))
     return trainer

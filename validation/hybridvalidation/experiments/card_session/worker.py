@@ -11,12 +11,12 @@ from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import DivergenceError, HostMemoryError, HybridTrainError
 from hybridvalidation.experiments.card_session.ceilings import measure_ceilings
 from hybridvalidation.experiments.card_session.plan import PlanJob, PlannedPart, plan_part
-from hybridvalidation.experiments.card_session.record import Ceilings, Measured
+from hybridvalidation.experiments.card_session.record import CardMeasurements, Ceilings
 from hybridvalidation.experiments.card_session.train import TrainedPart, TrainJob, train_part
 from hybridvalidation.records.outcome import Outcome
 
 _BEGIN_S = time.monotonic()
-"""When the process began: this is the first that it imports."""
+"""Start of the process: this module is imported first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +28,17 @@ class CeilingsJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Result of a process, or the reason for none."""
+    """Result of a process, or the reason why there is none."""
 
     outcome: Outcome = Outcome.OK
     message: str = ""
     planned: PlannedPart | None = None
     ceilings: Ceilings | None = None
-    measured: Measured | None = None
+    measured: CardMeasurements | None = None
 
 
 def plan(job: PlanJob) -> Answer:
-    """Plan a part on the CPU; a failure is returned, not raised."""
+    """Plan a part on the CPU; errors are returned, not raised."""
     try:
         return Answer(planned=plan_part(job))
     except HybridTrainError as error:

@@ -8,7 +8,7 @@ from hybridtrain.reports.tables import MARKDOWN, table, table_with_notes
 from hybridtrain.units import GB
 from hybridvalidation.experiments.recorded import PlannedRun, Role, Row, read_planned, read_sources, score_table
 from hybridvalidation.experiments.recorded import Source as PublishedSource
-from hybridvalidation.pictures.picture import COLORS, Axis, Picture, Series, View
+from hybridvalidation.pictures.picture import Axis, Picture, Series, View, colored
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.show.page import Page, Source, png_links
 from hybridvalidation.show.results import Results
@@ -27,19 +27,17 @@ RESIDENT = "allocated_mean"
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Return the errors of memory figures and outcomes that were predicted before they were seen."""
+    """Return the errors of peaks of memory and outcomes that were predicted before they were seen."""
     blind = [row for row in rows if row.role is Role.PREDICT]
-    sizes, answers = (
-        predicted(blind, are_times=False),
-        [row for row in blind if row.quantity == "oom" and row.error is not None],
-    )
+    sizes = [row for row in predicted(blind, are_times=False) if row.quantity != RESIDENT]
+    answers = [row for row in blind if row.quantity == "oom" and row.error is not None]
     publications = {
         row.source.partition("-")[0] for row in (*sizes, *answers)
     }  # a second file of one has a dash and more
     right, fit = sum(row.error == 0 for row in answers), sum(not row.recorded for row in answers)
     _, median_error, ninety, _ = _spread(sizes)
     return (
-        f"Predicted before they were seen: {len(sizes)} CUDA memory figures of {len(publications)} publications, "
+        f"Predicted before they were seen: {len(sizes)} peaks of CUDA memory of {len(publications)} publications, "
         f"median error {median_error}, 90th percentile {ninety}. Of {len(answers)} outcomes {right} are right "
         f"({fit} fit, {len(answers) - fit} ran out of memory)."
     )
@@ -102,14 +100,17 @@ def _picture(rows: Sequence[Row]) -> Picture:
 
 
 def _view(rows: Sequence[Row], unit: str, size: float) -> View:
+    kinds = by_kind(rows)
+    colors, sources = colored(row.source for row in rows), [points[0].source for points in kinds]
     return View(
         series=[
             Series(
-                name=label_of(points), mark="point", color=COLORS[number % len(COLORS)], symbol=number, unit=unit,
+                name=label_of(points), mark="point", color=colors[points[0].source], unit=unit,
+                symbol=sources[:number].count(points[0].source),
                 x=[row.recorded / size for row in points], y=[(row.planned or 0.0) / size for row in points],
                 notes=[f"{row.id} ({100 * (row.error or 0.0):+.2f} %)" for row in points],
             )
-            for number, points in enumerate(by_kind(rows))
+            for number, points in enumerate(kinds)
         ],
         x=Axis(title=f"{unit} recorded on CUDA by others", is_log=True),
         y=Axis(title=f"{unit} planned without a card", is_log=True), has_diagonal=True,

@@ -23,9 +23,9 @@ from hybridvalidation.study.quality import Quality
 
 _PLANNED: Mapping[str, Callable[[MemoryFigures], str]] = {
     "device GiB": lambda memory: f"{to_gib(memory.device_used_bytes):.2f}",
+    "tokens/s": lambda memory: f"{memory.tokens_per_s:,.0f}",
     "host GiB": lambda memory: f"{to_gib(memory.host_peak_bytes):.2f}",
     "step s": lambda memory: f"{memory.step_time_s:.3f}",
-    "tokens/s": lambda memory: f"{memory.tokens_per_s:,.0f}",
     "bottleneck": lambda memory: memory.bound,
     "allocated GiB": lambda memory: f"{to_gib(memory.peak_allocated_bytes):.2f}",
     "reserved GiB": lambda memory: f"{to_gib(memory.peak_reserved_bytes):.2f}",
@@ -48,12 +48,16 @@ _HOW_QUALITY = (
 
 def headline(run: ScenarioRun) -> str:
     """Return model, card and workload in a line."""
+    return f"{run.scenario.description}: {_facts(run)}"
+
+
+def _facts(run: ScenarioRun) -> str:
     scenario = run.scenario
     model, card = scenario.model.resolve(), scenario.card.resolve()
     tokens = scenario.workload.batch_size * scenario.workload.seq_len
     cards = f"{scenario.world} x " if scenario.world > 1 else ""
     return (
-        f"{scenario.description}: {format_count(model.num_params)} parameters on {cards}{card.name} "
+        f"{format_count(model.num_params)} parameters on {cards}{card.name} "
         f"({to_gib(card.memory_bytes):.2f} GiB), {tokens} tokens per step "
         f"({scenario.workload.batch_size} x {scenario.workload.seq_len})"
     )
@@ -71,7 +75,7 @@ def report_text(run: ScenarioRun, results: Results, style: str) -> str:
         "Stated targets": _targets(run, results, style),
     }
     outcomes = [f"{'- ' if is_markdown else ''}{line}" for line in outcome_lines(run)]
-    parts = [f"{'# ' if is_markdown else ''}{headline(run)}"]
+    parts = [f"# {run.scenario.description}", f"{_facts(run)}."] if is_markdown else [headline(run)]
     for title, texts in sections.items():
         if any(texts):
             parts += [f"{'## ' if is_markdown else ''}{title}", *texts] if title else texts

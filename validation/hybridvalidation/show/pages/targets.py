@@ -21,22 +21,30 @@ from hybridvalidation.study.factors import judge_study
 from hybridvalidation.study.protocol import ladders, read_study
 from hybridvalidation.study.quality import judge_ladder, range_text
 
-_HEADERS = ("target", "stated", "verdict", "evidence", "stack", "record", "because")
-_HOW = (
-    "Registered studies count first, then scenarios, then single stacks. A scenario's row is judged on the stack "
-    "that does best on all its rows: fewest missed, then most held. The least favourable verdict of those that count "
-    "stands; the others follow it. A quality ladder judges at its largest finished model size; smaller ones are "
-    "told. Holds: on the named kind of evidence only. By definition: met whatever a program does. Undecided: the "
-    "difference is smaller than the time model's own error. That is the mean absolute error of single speeds on "
-    f"held-out cards: {100 * TIME_ERROR:.1f} %, no bound. It is {100 * WAITING_ERROR:.1f} % for steps that wait "
-    f"{LEAST_WAITING:.0%} of their time or more, over recorded runs on fitted cards, before a rule was added. A ratio "
-    "of two speeds takes the same error, though recipes of other trainers on one card differ by more. Undecided too: "
-    "GB and GiB decide differently; GB of a card are read as GiB, as cards are sold. Unproven: no record, or an "
-    "interval on both sides of the bound. The interval is of 95 %, or of 97.5 % where the ladder registers a second "
-    "interim analysis. Misleading: right as it was got, but an average or a part, and what decides misses the bound. "
-    "The evidence of what decides stands behind the figure's own. Of a stated range, the end that a user asks for is "
-    "the bound. A value on its good side but outside the range keeps the bound; the range then describes nothing."
-)
+_HEADERS = ("target", "verdict", "because", "stated", "evidence", "stack", "details")
+_HOW = f"""## What a verdict means
+
+- Holds: on the named kind of evidence only.
+- By definition: met whatever a program does.
+- Undecided: the difference is smaller than the time model's own error, or GB and GiB decide differently.
+- Unproven: no record, or an interval on both sides of the bound.
+- Misleading: right as it was got, but an average or a part; what decides misses the bound.
+- Refuted: the bound is missed, or the stack runs out of memory.
+
+## How it is reached
+
+- Registered studies count first, then scenarios, then single stacks. The least favourable of those that count stands.
+- A scenario's row is judged on the stack that does best on all its rows: fewest missed, then most held.
+- A quality ladder judges at its largest finished model size; smaller ones are told.
+- The time model's error is the mean absolute error of single speeds on held-out cards, {100 * TIME_ERROR:.1f} %.
+- It is {100 * WAITING_ERROR:.1f} % for steps that wait {LEAST_WAITING:.0%} of their time or more, over recorded runs on
+  fitted cards, before a rule was added.
+- A ratio of two speeds takes the same error, though recipes of other trainers on one card differ by more.
+- GB of a card are read as GiB, as cards are sold.
+- Intervals are of 95 %, or of 97.5 % where the ladder registers a second interim analysis.
+- The evidence of what decides stands behind the figure's own.
+- Of a stated range, the end that a user asks for is the bound. A value on its good side but outside the range keeps the
+  bound; the range then describes nothing."""
 
 
 def all_targets(results: Results) -> list[Verdict]:
@@ -56,17 +64,16 @@ def _with_quality(row: Verdict, judged: Comparison | None) -> Verdict:
 def targets_text(rows: Sequence[Verdict], style: str) -> str:
     """Return counts and table."""
     cells = [
-        [row.target, row.description, row.status, row.shown_by or "-", row.stack or "-", _record(row), row.reason]
+        [row.target, row.status, row.because, row.description, _evidence(row, style), row.stack or "-", row.reason]
         for row in rows
     ]
-    return f"{counts(rows)}\n\n{table_with_notes(_HEADERS, cells, style, widths=(None, 34, None, None, 14, 18, 56))}"
+    return f"{counts(rows)}\n\n{table_with_notes(_HEADERS, cells, style, widths=(None, None, 24, 34, None, 14, 56))}"
 
 
-def _record(row: Verdict) -> str:
-    """Return the record of a verdict, with the place of its judgement unless the name has it."""
-    if not row.record or row.record.startswith(row.place):
-        return row.record or row.place or "-"
-    return f"{row.place}: {row.record}"
+def _evidence(row: Verdict, style: str) -> str:
+    """Return the kind of evidence, in Markdown with a link to the page that shows it."""
+    told = row.shown_by or "-"
+    return f"[{told}]({row.place.replace(' ', '-')}.md)" if style == MARKDOWN and row.evidence is not None else told
 
 
 def _judged(results: Results) -> Iterator[Verdict]:

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.errors import ConfigError
+from hybridtrain.planning.time_error import TIME_ERROR
 from hybridvalidation.experiments.stack_runs import ScenarioRun
-from hybridvalidation.judge.joint import judge_all, judge_jointly
+from hybridvalidation.judge.joint import judge_all
 from hybridvalidation.judge.verdict import Status
 from hybridvalidation.pictures.plotly import page_spec
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.page import Page, png_name
-from hybridvalidation.show.pages.scenario import headline
 from hybridvalidation.show.report import all_pages
 from hybridvalidation.show.results import Results
 from hybridvalidation.show.scenario_pictures import with_memory
+from hybridvalidation.show.web.atlas import DATA_FILE, AtlasView, atlas_view
 from hybridvalidation.show.web.environment import environment_text
 
 if TYPE_CHECKING:
     from hybridvalidation.show.web.markdown import Rendered
 
 _HERE = Path(__file__).parent
-_TARGETS = "targets"
 
 
 def write_site(files: ScenarioFiles, folder_of_results: Path, folder: Path) -> list[Path]:
@@ -42,16 +42,21 @@ def write_site(files: ScenarioFiles, folder_of_results: Path, folder: Path) -> l
     ]
     environment = Page(name="environment", group="Environment", text=environment_text(results.records))
     cards = [_card(run, results) for run in results.runs()]
-    return _Writer([*all_pages(results), environment, *notes], cards, results.folder / "plots", folder).write()
+    atlas = None if results.atlas is None else atlas_view(results.atlas)
+    pages = [*all_pages(results), environment, *notes]
+    return _Writer(pages, cards, atlas, results.folder / "plots", folder).write()
 
 
 def _card(run: ScenarioRun, results: Results) -> dict[str, object]:
     """Return a scenario as the first page shows it."""
-    joint, stacks = judge_jointly(run, results.targets, results.elsewhere), with_memory(run)
+    stacks = with_memory(run)
+    fitting = [item for item in stacks if item[1].fits]
+    stack, fastest = max(fitting, key=lambda item: item[1].tokens_per_s, default=("", None))
     found = Counter(verdict.status for verdict in judge_all(run, results.targets, results.elsewhere))
     return {
-        "name": run.scenario.name, "headline": headline(run), "num_stacks": len(stacks),
-        "num_fitting": sum(memory.fits for _, memory in stacks), "joint": "" if joint is None else joint.sentence,
+        "name": run.scenario.name, "description": run.scenario.description, "num_stacks": len(stacks),
+        "num_fitting": len(fitting),
+        "fastest": "" if fastest is None else f"{stack}, {fastest.tokens_per_s:,.0f} tokens/s estimated",
         "counts": {status: found[status] for status in Status if found[status]},
     }  # fmt: skip
 
@@ -59,9 +64,13 @@ def _card(run: ScenarioRun, results: Results) -> dict[str, object]:
 class _Writer:
     """Writes the pages and their assets."""
 
-    def __init__(self, pages: Sequence[Page], cards: Sequence[dict[str, object]], plots: Path, folder: Path) -> None:
+    def __init__(
+        self, pages: Sequence[Page], cards: Sequence[dict[str, object]], atlas: AtlasView | None, plots: Path,
+        folder: Path,
+    ) -> None:  # fmt: skip
         from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  slow
 
+        self._atlas = atlas
         self._pages, self._cards, self._plots, self._folder = pages, cards, plots, folder
         self._names = {page.name for page in pages}
         self._drawn = {name: content for page in pages for name, content in page.files.items()}
@@ -78,13 +87,18 @@ class _Writer:
         """Write the site; the first path is that of the page to open."""
         from plotly.offline import get_plotlyjs  # noqa: PLC0415  slow
 
-        targets = next((page for page in self._pages if page.name == _TARGETS), None)
-        about = None if targets is None else self._render(targets)
-        self._page("index.html.jinja", "index", title="Overview", cards=self._cards, about=about)
+        summaries = {name: self._summary(name) for name in ("recorded", "targets")}
+        self._page(
+            "index.html.jinja", "index", title="Does it fit your card, and how fast is it?", cards=self._cards,
+            atlas=self._atlas, summaries=summaries, time_error=f"{100 * TIME_ERROR:.0f} %",
+        )  # fmt: skip
+        self._page("scenarios.html.jinja", "scenarios", title="All scenarios", cards=self._cards)
         for page in self._pages:
             rendered = self._render(page)
             title = rendered.title or page.name
             self._page("page.html.jinja", page.name, title=title, about=rendered, pictures=page.pictures)
+        if self._atlas is not None:
+            self._add(DATA_FILE, self._atlas.script)
         for asset in sorted((_HERE / "assets").iterdir()):
             self._add(asset.name, asset.read_bytes())
         self._add("plotly.min.js", get_plotlyjs().encode())
@@ -97,20 +111,25 @@ class _Writer:
         text = self._templates.get_template(template).render(name=name, groups=groups, **values)
         self._add(f"{name}.html", text.encode())
 
+    def _summary(self, name: str) -> str:
+        return next((page.summary for page in self._pages if page.name == name), "")
+
     def _render(self, page: Page) -> "Rendered":
         from hybridvalidation.show.web.markdown import render  # noqa: PLC0415  slow
 
-        shown = {png_name(page.name, picture) for picture in page.pictures}
-        return render(page.text, lambda target: self._locate(target, shown))
+        text = page.text
+        for file in (Path(png_name(page.name, picture)) for picture in page.pictures):
+            text = text.replace(f"![{file.stem}](../plots/{file.name})", "")
+        return render(text.rstrip().removesuffix("## Pictures"), self._locate)
 
-    def _locate(self, target: str, shown: set[str]) -> str | None:
-        """Return the target of a Markdown link within the folder; copy pictures that are not shown."""
+    def _locate(self, target: str) -> str | None:
+        """Return the target of a Markdown link within the folder; copy pictures that no chart draws."""
         if target.startswith(("https://", "http://", "#")):
             return target
         path = Path(target.partition("#")[0])
         if path.suffix == ".md" and path.stem in self._names:
             return f"{path.stem}.html"
-        if path.suffix == ".png" and path.name not in shown:
+        if path.suffix == ".png":
             kept = self._plots / path.name
             content = self._drawn.get(path.name) or (kept.read_bytes() if kept.is_file() else b"")
             if content:

@@ -2,7 +2,7 @@
 "use strict";
 
 const root = document.documentElement;
-const dark = matchMedia("(prefers-color-scheme: dark)");
+const dark = matchMedia("(prefers-color-scheme: dark)"), paper = matchMedia("print");
 const figures = [];
 
 function theme() {
@@ -18,13 +18,14 @@ function make(tag, properties, ...children) {
 function setUpTop() {
   const button = document.getElementById("theme");
   const tell = () => { button.textContent = theme() === "dark" ? "Light theme" : "Dark theme"; };
-  const changed = () => { tell(); figures.forEach((figure) => figure.drawn && draw(figure)); };
+  const changed = () => { tell(); figures.forEach(draw); };
   button.addEventListener("click", () => {
     root.dataset.theme = theme() === "dark" ? "light" : "dark";
     try { localStorage.setItem("hybridtrain-theme", root.dataset.theme); } catch (_error) { /* not remembered */ }
     changed();
   });
   dark.addEventListener("change", changed);
+  paper.addEventListener("change", changed);
   tell();
   const menu = document.getElementById("menu");
   menu.addEventListener("click", () => {
@@ -35,7 +36,7 @@ function setUpTop() {
 
 // ---- tables
 
-const FEW_ROWS = 8, MOST_CHOICES = 8, LONGEST_CHOICE = 28;
+const FEW_ROWS = 24, MOST_CHOICES = 8, LONGEST_CHOICE = 28;
 
 function words(row, column) {
   return row.cells[column].textContent.trim();
@@ -125,8 +126,17 @@ function makeSortable(table, heads, head, column) {
 
 // ---- pictures
 
+const PAPER_WIDTH = 660;  // pixels between the margins of A4
+const NARROW = 600, LETTERS = 22;
+const SYMBOLS = {
+  circle: "\u25cf", square: "\u25a0", "triangle-up": "\u25b2", diamond: "\u25c6", "triangle-down": "\u25bc", cross: "\u271a", star: "\u2605",
+};
+
 function themed(value, style) {
-  if (typeof value === "string" && value.startsWith("$")) return style.getPropertyValue(`--${value.slice(1)}`).trim();
+  if (typeof value === "string" && value.startsWith("$")) {
+    const [, name, opacity] = value.match(/^\$([a-z]+)(.*)$/);
+    return style.getPropertyValue(`--${name}`).trim() + opacity;
+  }
   if (Array.isArray(value)) return value.map((each) => themed(each, style));
   if (value && typeof value === "object")
     return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, themed(each, style)]));
@@ -143,21 +153,33 @@ function merged(...layouts) {
   return found;
 }
 
+function folded(text, letters, most) {  // in so many lines at most
+  const lines = [""];
+  for (const word of text.split(" ")) {
+    const longer = `${lines.at(-1)} ${word}`.trim();
+    if (longer.length > letters && lines.at(-1)) lines.push(word); else lines[lines.length - 1] = longer;
+  }
+  return lines.slice(0, most).join("<br>") + (lines.length > most ? " ..." : "");
+}
+
+function narrowed({ xaxis, yaxis }) {  // long words would leave a phone no room for bars
+  const names = yaxis.categoryarray;
+  return {
+    xaxis: xaxis.title ? { title: { text: folded(xaxis.title.text, LETTERS, 3) } } : {},
+    yaxis: names ? { tickmode: "array", tickvals: names, ticktext: names.map((name) => folded(name, LETTERS, 2)) } : {},
+  };
+}
+
 function axis() {
   return { gridcolor: "$line", linecolor: "$edge", zerolinecolor: "$edge", tickcolor: "$edge", automargin: true };
 }
 
-let library = null;
-
-function plotly() {  // 5 MB: fetched when the first picture comes near, so that text is there at once
-  library ||= new Promise((done) => {
-    document.head.append(make("script", { src: "plotly.min.js", onload: () => done(window.Plotly) }));
-  });
-  return library;
+function drawAll() {  // before the load event is over, so that a capture of the whole page has every picture
+  if (figures.length) document.head.append(make("script", { src: "plotly.min.js", onload: () => figures.forEach(draw) }));
 }
 
-async function draw(figure) {
-  const Plotly = await plotly();
+function draw(figure) {
+  if (!window.Plotly) return;
   const style = getComputedStyle(root);
   const isTouch = matchMedia("(pointer: coarse)").matches;  // where a finger that moves scrolls the page
   const layout = merged(
@@ -168,13 +190,15 @@ async function draw(figure) {
       hoverlabel: { bgcolor: "$panel", bordercolor: "$edge", font: { color: "$text" } },
     },
     figure.spec[figure.view].layout,
+    !paper.matches && figure.plot.clientWidth < NARROW ? narrowed(figure.spec[figure.view].layout) : {},
     figure.range ? { xaxis: { range: figure.range, autorange: false } } : {},
+    paper.matches ? { width: PAPER_WIDTH, autosize: false } : { autosize: true },
   );
   const traces = figure.spec[figure.view].data.map((trace) => ({ ...trace, visible: !figure.hidden.has(trace.name) }));
   const config = { responsive: true, displayModeBar: false, doubleClick: "reset" };
   const isFirst = !figure.drawn;
   figure.drawn = true;
-  await Plotly.react(figure.plot, themed(traces, style), themed(layout, style), config);
+  Plotly.react(figure.plot, themed(traces, style), themed(layout, style), config);
   figure.plot.dataset.drawn = figure.view;
   figure.plot.classList.remove("waits");
   if (isFirst) figure.plot.on("plotly_relayout", (change) => noteRange(figure, change));
@@ -186,9 +210,8 @@ function noteRange(figure, change) {
   else if (keys.some((key) => key.startsWith("xaxis.range"))) figure.range = [...figure.plot._fullLayout.xaxis.range];
 }
 
-async function zoom(figure, button) {
-  const Plotly = await plotly();
-  if (!figure.drawn) await draw(figure);
+function zoom(figure, button) {
+  if (!figure.drawn) return;
   if (button.dataset.zoom === "reset") {
     figure.range = null;
     draw(figure);
@@ -208,10 +231,13 @@ async function zoom(figure, button) {
 }
 
 function legend(figure) {
-  const buttons = figure.spec[figure.view].data.map((trace) => {
+  const buttons = figure.spec[figure.view].data.filter((trace) => trace.showlegend !== false).map((trace) => {
     const color = trace.fillcolor || (trace.marker && trace.marker.color) || (trace.line && trace.line.color);
     const swatch = make("i", { ariaHidden: "true" });
-    if (typeof color === "string") swatch.style.background = themed(color, getComputedStyle(root));
+    const symbol = trace.marker && SYMBOLS[trace.marker.symbol];
+    if (symbol) swatch.append(symbol);
+    swatch.style[symbol ? "color" : "background"] = color.replace(/^\$(.*)/, "var(--$1)");
+    swatch.className = symbol ? "symbol" : "";
     const button = make("button", { type: "button" }, swatch, trace.name);
     button.setAttribute("aria-pressed", String(!figure.hidden.has(trace.name)));
     button.addEventListener("click", () => {
@@ -243,13 +269,9 @@ function setUpFigure(element) {
     draw(figure);
   });
   element.querySelectorAll(".zoom button").forEach((button) => button.addEventListener("click", () => zoom(figure, button)));
-  new IntersectionObserver((entries, observer) => {
-    if (!entries.some((entry) => entry.isIntersecting)) return;
-    observer.disconnect();
-    if (!figure.drawn) draw(figure);
-  }, { rootMargin: "400px" }).observe(element);
 }
 
 setUpTop();
 document.querySelectorAll("main .scroll > table").forEach(setUpTable);
 document.querySelectorAll("figure.chart").forEach(setUpFigure);
+drawAll();

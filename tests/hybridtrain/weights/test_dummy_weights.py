@@ -2,17 +2,18 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
+from faults.runs import ended, fork_now
+from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError
+from hybridtrain.models.model_config import PRESETS
 from hybridtrain.virtual_gpu import VirtualGpu
-from hybridtrain.virtual_gpu.facade.dummy_weights import write_dummy_weights
+from hybridtrain.weights.dummy_weights import write_dummy_model, write_dummy_weights
 
 LLAMA = LlamaConfig(
     architectures=["LlamaForCausalLM"], vocab_size=2**15, hidden_size=2048, intermediate_size=4096,
@@ -44,6 +45,20 @@ def test_a_script_loads_the_model_and_no_byte_of_it_is_on_disk(tmp_path: Path, c
     assert sum(file.stat().st_blocks * 512 for file in files) < 2**16
 
 
+def test_a_new_folder_named_as_a_preset_gets_its_configuration(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "qwen2.5-0.5b"
+    files, dtype = write_dummy_model(folder)
+    assert dtype is torch.bfloat16
+    assert all(file.is_file() for file in files)
+    with VirtualGpu("rtx-4090"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert sum(parameter.numel() for parameter in model.parameters()) == PRESETS["qwen2.5-0.5b"].num_params
+    with pytest.raises(ConfigError, match="already; name a folder"):
+        write_dummy_model(folder)
+    with pytest.raises(ConfigError, match="no such file"):
+        write_dummy_model(tmp_path / "no-preset")
+
+
 @pytest.mark.parametrize(("named", "dtype"), [(None, torch.float32), ("float16", torch.float16)])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_weights_have_the_type_that_transformers_gives_them(
@@ -63,7 +78,7 @@ def test_weights_have_the_type_that_transformers_gives_them(
 def test_weights_that_are_there_are_left_alone(tmp_path: Path) -> None:
     LLAMA.save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"values")
-    with pytest.raises(ConfigError, match=r"holds pytorch_model.bin already; name a folder without weights"):
+    with pytest.raises(ConfigError, match=r"has pytorch_model.bin already; choose a folder without weights"):
         write_dummy_weights(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "pytorch_model.bin"]
 
@@ -71,7 +86,7 @@ def test_weights_that_are_there_are_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"architectures": ["Lama"]}, "architectures: .*Lama.* is not a class of transformers; name one"),
+        ({"architectures": ["Lama"]}, "architectures: .*Lama.* is not a class of transformers; correct it."),
         ({"architectures": None}, "architectures: None is not a class of transformers"),
         ({"model_type": "lama"}, "config.json: .*lama"),
     ],
@@ -92,8 +107,11 @@ import sys, torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).to("cuda")
 assert torch.cuda.memory_allocated() >= 4 * sum(p.numel() for p in model.parameters())
-print(*[line for line in open("/proc/self/status") if line.startswith("VmHWM")])
 """
+
+
+def resident_bytes(kind: str) -> int:
+    return 1024 * int(re.findall(rf"Vm{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
 
 
 def test_weights_that_are_widened_on_the_host_take_no_memory(tmp_path: Path) -> None:
@@ -105,6 +123,11 @@ def test_weights_that_are_widened_on_the_host_take_no_memory(tmp_path: Path) -> 
     write_dummy_weights(tmp_path)
     script = tmp_path / "widens.py"
     script.write_text(WIDENS)
-    command = [sys.executable, "-m", "hybridtrain", "virtual", "--card", "h200", "--", str(script), str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert int(re.findall(r"VmHWM:\s+(\d+) kB", told)[0]) < 2**21, "2 GiB, of 7.2 GiB of weights"
+
+    def load() -> None:
+        before = resident_bytes("RSS")
+        assert main(["virtual", "--card", "h200", "--", str(script), str(tmp_path)]) == 0
+        (tmp_path / "taken").write_text(str(resident_bytes("HWM") - before))
+
+    assert ended(fork_now(load)) == 0  # whose high-water mark is its own
+    assert int((tmp_path / "taken").read_text()) < 2**30, "1 GiB, of 7.2 GiB of weights"

@@ -1,4 +1,4 @@
-"""Placeholder values for values that were not computed: fixed rules, and a list of all uses.
+"""Placeholders for values that were not computed: fixed rules, and a list of all uses.
 
     a number that is read         True, 1 or 1.0 (``loss.item()``, a norm, "are all positions attended to?")
     are they finite               yes: ``isnan`` and ``isinf`` say no, ``isfinite`` says yes
@@ -26,15 +26,15 @@ from hybridtrain.virtual_gpu.facade.op_sets import FINITE_ANSWERS
 
 _ATEN = torch.ops.aten
 _NOT_THE_SCRIPT = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
-"""Folders whose lines are not the script's: torch's and the virtual card's."""
+"""Folders of torch and of the virtual card, whose frames are not the script's."""
 
 
 class DataDependentError(HybridTrainError):
-    """The code asks how many of something there are, and that depends on values which a virtual GPU does not have."""
+    """A tensor's size depends on computed values, which a virtual GPU does not have."""
 
 
 @dataclass(frozen=True, slots=True)
-class StandIn:
+class PlaceholderUse:
     """One place in the code where a placeholder value was used."""
 
     where: str
@@ -44,20 +44,20 @@ class StandIn:
     times: int
 
 
-class StandIns:
-    """Gives placeholder values, and records where."""
+class Placeholders:
+    """Provides placeholder values, and records their uses."""
 
     def __init__(self, note_refusal: Callable[[str], object]) -> None:
         self._note_refusal = note_refusal
         self._uses: Counter[tuple[str, str, str]] = Counter()
         self._truth = True
 
-    def uses(self) -> tuple[StandIn, ...]:
-        """Return every place where one was used, the most frequent first."""
-        return tuple(StandIn(*key, times) for key, times in self._uses.most_common())
+    def uses(self) -> tuple[PlaceholderUse, ...]:
+        """Return all uses, the most frequent first."""
+        return tuple(PlaceholderUse(*key, times) for key, times in self._uses.most_common())
 
     def note(self, func: Op, rule: str) -> None:
-        """Record that the code at this place used a placeholder value."""
+        """Record a use of a placeholder value at the calling code."""
         self._uses[where_called(), str(func), rule] += 1
 
     def number(self, func: Op, dtype: torch.dtype) -> float | bool:
@@ -68,7 +68,7 @@ class StandIns:
 
     @contextmanager
     def answering(self, *, truth: bool) -> Iterator[None]:
-        """Read unknown booleans as ``truth`` inside the block: some loops run until they are false."""
+        """Read unknown booleans as ``truth`` inside the block, for loops that run until False."""
         outer, self._truth = self._truth, truth
         try:
             yield
@@ -76,7 +76,7 @@ class StandIns:
             self._truth = outer
 
     def rule(self, func: Op, args: Args) -> Any:
-        """Return placeholder values for an op's unknown results, on the CPU; None where there is no rule."""
+        """Return placeholder values for an op's results, on the CPU; None without a rule."""
         packet = func._overloadpacket
         if packet in FINITE_ANSWERS:
             return torch.full(args[0].shape, FINITE_ANSWERS[packet])
@@ -87,9 +87,9 @@ class StandIns:
     def refuse(self, func: Op) -> NoReturn:
         """Raise ``DataDependentError``: a shape depends on unknown values."""
         text = (
-            f"{where_called()}: {func} makes a tensor whose size depends on computed values, and a virtual GPU "
-            "computes none; sizes may follow from the script's own data (token ids, masks, lengths); use a path "
-            "without it (for experts: grouped or batched matmuls), or leave this line out of the run."
+            f"{where_called()}: {func} makes a tensor whose size depends on computed values, which a virtual GPU does "
+            f"not have; sizes may depend on the script's own data (token ids, masks, lengths); use another code path "
+            f"(for experts: grouped or batched matmuls), or skip this line."
         )
         self._note_refusal(text)
         raise DataDependentError(text)

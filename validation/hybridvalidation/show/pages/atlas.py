@@ -1,0 +1,128 @@
+"""The atlas: the smallest card for each model and method. The page for a browser has every cell."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
+from hybridtrain.reports.tables import MARKDOWN, table
+from hybridtrain.units import MIB, to_gib
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, card_catalogue
+from hybridvalidation.experiments.atlas import LABELS, Atlas, AtlasCheck, AtlasRecord, Cell
+from hybridvalidation.records.makers import made_by
+from hybridvalidation.show.page import Page, Source
+from hybridvalidation.show.results import Results
+
+_SOLD_GB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 94, 96, 141, 180, 288)
+"""Memory on the box; error correction takes some of it."""
+_SEQ_LEN = 2048
+"""Of the tables: the default of fit, or the model's longest below it."""
+
+
+def card_title(name: str) -> str:
+    """Return a card's name as people write it, with its memory; an unknown one's as it is."""
+    card = card_catalogue().get(name)
+    if card is None:
+        return name
+    short = re.sub(r"[ -]\d+GB.*| Generation| Edition| GPU|NVIDIA |GeForce |Tesla ", "", card.name)
+    size = to_gib(card.nvidia_smi_mib * MIB)
+    return f"{short} {next((sold for sold in _SOLD_GB if size < 1.01 * sold), round(size))} GB"
+
+
+def card_note(name: str) -> str:
+    """Return what an answer about a card must say; empty: nothing."""
+    card = card_catalogue().get(name)
+    return "" if card is None else card.note
+
+
+def checks_sentence(checks: Sequence[AtlasCheck]) -> str:
+    """Return how far off the commands of some cells were; empty without any."""
+    if not checks:
+        return ""
+    memory = max(abs(check.memory_error) for check in checks)
+    speed = max(abs(check.speed_error) for check in checks)
+    return (
+        f"The commands of {len(checks)} cells were run again: largest difference {memory:.1%} of the card's bytes, "
+        f"{speed:.1%} of speed."
+    )
+
+
+def atlas_text(atlas: Atlas, style: str = MARKDOWN) -> str:
+    """Return the page of an atlas, or its tables for a terminal."""
+    return "\n\n".join(_text(atlas, style))
+
+
+def _smallest_table(atlas: Atlas, fits: Callable[[AtlasRecord, Cell, int], bool], style: str) -> str:
+    """Return the smallest card of each model and precision on which a cell fits, by a rule of cell and room in MiB."""
+    titles = {model.name: model.title for model in atlas.file.models}
+    named = {name: LABELS[name] for name in atlas.file.levels}
+    rows = [
+        [titles[name], *(_smallest(record, level, fits) for level in named)] for name, record in atlas.records.items()
+    ]
+    return table(("model", *named.values()), rows, style)
+
+
+def _smallest(record: AtlasRecord, level: str, fits: Callable[[AtlasRecord, Cell, int], bool]) -> str:
+    seq_len = min(_SEQ_LEN, max(record.lengths))
+    sizes = dict(zip(record.cards, record.card_mib, strict=True))
+    found = [
+        cell for cell in record.cells()
+        if cell.level == level and cell.seq_len == seq_len
+        and fits(record, cell, int((1 - MARGIN_SHARE) * sizes[cell.card]))
+    ]  # fmt: skip
+    if not found:
+        return "none"
+    cell = min(found, key=lambda cell: (sizes[cell.card], -cell.tokens_per_s))
+    return f"{card_title(cell.card)}, {cell.tokens_per_s:,}/s"
+
+
+def _is_resident(record: AtlasRecord, cell: Cell, room: int) -> bool:
+    return record.resident_mib(cell.card, cell.seq_len, cell.level) <= room
+
+
+def _checks_table(checks: Sequence[AtlasCheck], style: str) -> str:
+    headers = ("model", "card", "tokens", "precision", "card GiB", "memory", "speed")
+    rows = [
+        [
+            check.cell.model, check.cell.card, f"{check.cell.seq_len:,}", check.cell.level,
+            f"{to_gib(check.again.device_mib * MIB):.2f}", f"{check.memory_error:+.2%}", f"{check.speed_error:+.2%}",
+        ]
+        for check in checks
+    ]  # fmt: skip
+    return table(headers, rows, style)
+
+
+def _text(atlas: Atlas, style: str) -> Iterator[str]:
+    file, cards = atlas.file, max((len(record.cards) for record in atlas.records.values()), default=0)
+    yield "# The smallest card for each model"
+    yield (
+        f"{len(atlas.records)} models on {cards} cards, {atlas.num_cells:,} cells. {checks_sentence(atlas.checks)} "
+        "`hybridtrain report --html page` makes a page that searches all of them."
+    )
+    yield (
+        f"Sequences have {_SEQ_LEN:,} tokens, or the model's longest below that. Behind a card stands its estimated "
+        f"speed in tokens per second. The host has {file.host_memory}; {MARGIN_SHARE:.0%} of each card stay free."
+    )
+    yield "## Everything on the card"
+    yield _smallest_table(atlas, _is_resident, style)
+    yield "## With the host's memory or disk"
+    yield _smallest_table(atlas, lambda _record, cell, _room: cell.fits, style)
+    yield "## How the figures were got"
+    yield (
+        "Every cell is the answer of `hybridtrain fit MODEL --card CARD --method PRECISION --seq N`. Bytes of what "
+        "fits are planned, by a dry run of every block. What a cell lacks is extrapolated from a dry run of three "
+        f"blocks. Speeds are estimated: off by {TIME_ERROR:.0%} on average on cards they were not calibrated on, by "
+        f"{WAITING_ERROR:.0%} where a step waits for copies."
+    )
+    if atlas.checks:
+        yield "## Commands run again"
+        yield "The atlas over the command's answer, less 1. A digest of their names chose the cells."
+        yield _checks_table(atlas.checks, style)
+    yield made_by([("models", record) for record in atlas.records.values()])
+
+
+def _pages(results: Results) -> Iterator[Page]:
+    if results.atlas is not None:
+        yield Page(name="atlas", group="Evidence", text=atlas_text(results.atlas))
+
+
+SOURCE = Source(order=0, pages=_pages)
