@@ -117,17 +117,13 @@ def _order(solved: Solved) -> tuple[bool, int, bool, float]:
 def longest_sequence(
     request: FitRequest, method: Method, level: Numerics | None = None, *, lengths: Sequence[int] = (),
     free_share: float = MARGIN_SHARE, plans: bool = False, runs: ShortRuns | None = None,
-    demands: dict[Hashable, Demand] | None = None,
 ) -> Solution | None:  # fmt: skip
     """Return the longest sequence that one precision of a method trains on the request's card; None: not even 128.
 
     Without ``level`` it is the method's most exact. ``lengths``, rising, are tried in place of the multiples of 128.
-    ``runs`` may be shared with other cards and lengths, and so may the full dry runs, ``demands``, of one model.
+    ``runs`` may be shared with other cards and lengths.
     """
-    solver = _Solver(
-        _axis(request, "seq", free_share, lengths), free_share, runs or ShortRuns(), plans,
-        {} if demands is None else demands,
-    )  # fmt: skip
+    solver = _Solver(_axis(request, "seq", free_share, lengths), free_share, runs or ShortRuns(), plans)
     return solver.solved(method, level or levels_of(method)[0]).best
 
 

@@ -308,8 +308,8 @@ def test_an_option_without_its_value_is_told(command: Command) -> None:
 
 VERBS = (
     "fit", "dry-run", "virtual", "recommend", "train", "export", "quantize", "dummy-weights", "doctor", "list",
-    "guide", "validate", "execute", "evidence", "bench", "study", "recorded", "peers", "gate", "report", "records",
-    "snapshots",
+    "guide", "validate", "execute", "evidence", "bench", "study", "recorded", "peers", "atlas", "gate", "report",
+    "records", "snapshots",
 )  # fmt: skip
 
 

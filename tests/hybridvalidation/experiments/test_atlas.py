@@ -135,7 +135,7 @@ def test_chosen_cells_take_precisions_and_models_in_turn() -> None:
     cells = [
         Cell(
             model=model, card="c", seq_len=1, level=level, verdict=FitVerdict.FITS, device_mib=1, host_mib=0,
-            disk_mib=0, tokens_per_s=1, offload="none", micro_batch_size=1,
+            disk_mib=0, tokens_per_s=1, offload="none", micro_batch_size=1, is_planned=True,
         )
         for model in "abcd" for level in ("lora", "qlora")
     ]  # fmt: skip
@@ -151,7 +151,7 @@ def test_an_interrupted_job_goes_on(
     record: AtlasRecord, job: AtlasJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = AtlasFile(
-        host_memory="64GiB", lengths=(1024,), longest=(), levels=("qlora",), checks=1,
+        host_memory="64GiB", lengths=(1024,), planned=(1024,), longest=(), levels=("qlora",), checks=1,
         models=(AtlasModel(name="gpt2-small", title="A"), AtlasModel(name="gpt2-medium", title="B")),
     )  # fmt: skip
     jobs = {name: replace(job, model=name) for name in ("gpt2-small", "gpt2-medium")}
@@ -177,7 +177,9 @@ def test_an_interrupted_job_goes_on(
 def test_faults_of_the_file_are_all_told() -> None:
     model = AtlasModel(name="gpt3", title="-")
     with pytest.raises(ValueError, match="gpt3") as raised:
-        AtlasFile(host_memory="1GiB", lengths=(0,), longest=(), levels=("exakt",), checks=0, models=(model, model))
+        AtlasFile(
+            host_memory="1GiB", lengths=(0,), planned=(), longest=(), levels=("exakt",), checks=0, models=(model, model)
+        )
     told = str(raised.value)
     assert "models: 'gpt3' is there twice; drop one" in told
     assert "did you mean 'exact'?" in told

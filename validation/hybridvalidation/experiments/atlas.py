@@ -48,12 +48,14 @@ class AtlasFile:
     host_memory: str
     lengths: tuple[int, ...]
     """Tokens of a sequence, or all positions of a model that has fewer."""
+    planned: tuple[int, ...]
+    """Those at which what fits is run with every block; the others are extrapolated, as by ``fit --quick``."""
     longest: tuple[int, ...]
     """Lengths that are tried for the longest sequence; all positions of a model are too."""
     levels: tuple[str, ...]
     """Precisions, by their names in ``fit``."""
     checks: int
-    """Cells whose commands are run again."""
+    """Planned cells, and as many extrapolated ones, that are run with every block again."""
     models: tuple[AtlasModel, ...]
 
     def __post_init__(self) -> None:
@@ -68,17 +70,17 @@ class AtlasFile:
 
     def jobs(self, names: Sequence[str] = ()) -> dict[str, "AtlasJob"]:
         """Return the jobs of models by name, of all without names."""
-        return {
-            model.name: AtlasJob(
-                model=model.name, shape=PRESETS[model.name], cards=card_catalogue(),
-                lengths=tuple(dict.fromkeys(min(length, PRESETS[model.name].max_seq_len) for length in self.lengths)),
-                longest=tuple(dict.fromkeys(
-                    min(length, PRESETS[model.name].max_seq_len) for length in (*self.longest, MOST_TOKENS)
-                )),
-                levels=self.levels, host_memory=self.host_memory,
-            )
-            for model in self.models if not names or model.name in names
-        }  # fmt: skip
+        return {model.name: self._job(model.name) for model in self.models if not names or model.name in names}
+
+    def _job(self, name: str) -> "AtlasJob":
+        def within(lengths: Iterable[int]) -> tuple[int, ...]:
+            return tuple(dict.fromkeys(min(length, PRESETS[name].max_seq_len) for length in lengths))
+
+        return AtlasJob(
+            model=name, shape=PRESETS[name], cards=card_catalogue(), lengths=within(self.lengths),
+            planned=within(self.planned), longest=within((*self.longest, MOST_TOKENS)), levels=self.levels,
+            host_memory=self.host_memory,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,8 @@ class AtlasJob:
     shape: ModelConfig
     cards: Mapping[str, Card]
     lengths: tuple[int, ...]
+    planned: tuple[int, ...]
+    """Lengths at which what fits is run with every block."""
     longest: tuple[int, ...]
     """Lengths that are tried for the longest sequence."""
     levels: tuple[str, ...]
@@ -127,6 +131,8 @@ class Cell:
     offload: str
     """What is kept off the card, for a reader."""
     micro_batch_size: int
+    is_planned: bool
+    """Of what fits bytes were planned by a run with every block, and not extrapolated from three."""
 
     @property
     def name(self) -> str:
@@ -141,12 +147,16 @@ class Cell:
     @property
     def command(self) -> str:
         """The command that answers with these figures."""
-        return command_of(self.model, self.card, self.seq_len, self.level)
+        return command_of(self.model, self.card, self.seq_len, self.level) + ("" if self.is_planned else QUICK)
 
 
 def command_of(model: str, card: str, seq_len: object, level: str) -> str:
-    """Return the command that answers with a cell's figures."""
+    """Return the command that answers with a planned cell's figures."""
     return f"hybridtrain fit {model} --card {card} --method {level} --seq {seq_len}"
+
+
+QUICK = " --quick"
+"""Ends the command of a cell that was not planned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +202,7 @@ def columns_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtlasRecord(Record):
-    """All cells of one model. Bytes of what fits are ``planned``, of what does not ``estimated``; so are times."""
+    """All cells of one model. Bytes of what fits at ``planned`` lengths are planned; others and times estimated."""
 
     model: str
     num_params: int
@@ -200,6 +210,8 @@ class AtlasRecord(Record):
     card_mib: tuple[int, ...]
     """Memory of each card."""
     lengths: tuple[int, ...]
+    planned: tuple[int, ...]
+    """Lengths at which what fits was run with every block."""
     levels: tuple[str, ...]
     host_memory: str
     columns: Columns
@@ -227,7 +239,7 @@ class AtlasRecord(Record):
         for place, (card, seq_len, level) in enumerate(product(self.cards, self.lengths, self.levels)):
             yield Cell(
                 model=self.model, card=card, seq_len=seq_len, level=level, verdict=_VERDICTS[columns.verdicts[place]],
-                offload=columns.offloads[columns.offload[place]],
+                offload=columns.offloads[columns.offload[place]], is_planned=seq_len in self.planned,
                 **{name: getattr(columns, name)[place] for name in _FIGURES},
             )  # fmt: skip
 
@@ -245,7 +257,7 @@ class AtlasRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtlasCheck(Record):
-    """One cell of the atlas, and what its command answered afterwards."""
+    """One cell of the atlas, and what a run with every block answered afterwards."""
 
     cell: Cell
     again: Cell
@@ -253,7 +265,7 @@ class AtlasCheck(Record):
 
     @property
     def memory_error(self) -> float:
-        """Bytes of the card in the atlas over those that the command planned, less 1."""
+        """Bytes of the card in the atlas over those planned afterwards, less 1."""
         return self.cell.device_mib / self.again.device_mib - 1
 
     @property

@@ -6,14 +6,14 @@ A check is a cell's command, in a process of its own.
 """
 
 import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 from hybridtrain.config.encode import digest
 from hybridtrain.planning.candidates import ARRANGEMENTS, Candidate, FitRequest, Numerics
-from hybridtrain.planning.dry_runs import Demand, DryRun, on_card
+from hybridtrain.planning.dry_runs import DryRun, on_card
 from hybridtrain.planning.fitting import TrainingOption, after_run, few_micro_batches, fit, precisions, with_fewer_kept
 from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.planning.solving import longest_sequence
@@ -77,12 +77,11 @@ def make_columns(job: AtlasJob) -> Columns:
 
 
 def _longest(job: AtlasJob) -> Iterator[int]:
-    """Yield the longest sequence of each card and level, by full dry runs."""
-    found, demands, runs = dict[tuple[str, str], int](), dict[Hashable, Demand](), ShortRuns()
+    """Yield the longest sequence of each card and level, by short runs."""
+    found, runs = dict[tuple[str, str], int](), ShortRuns()
     for card, (method, level) in product(job.card_names, precisions(job.levels)):
         best = longest_sequence(
-            _request(job, card, job.lengths[0]), method, level, lengths=job.longest, plans=True, runs=runs,
-            demands=demands,
+            _request(job, card, job.lengths[0]), method, level, lengths=job.longest, runs=runs
         )  # fmt: skip
         found[card, level.name] = best.value if best is not None else 0
     for place in product(job.card_names, job.levels):
@@ -99,12 +98,12 @@ def _kind(card: Card) -> tuple[int, int]:
 
 
 def _cells(job: AtlasJob, seq_len: int) -> Iterator[Cell]:
-    """Yield the cells of one length: what does not fit by short runs, then what was planned in full."""
+    """Yield the cells of one length: those of short runs, then what was planned in full."""
     runs, waiting = ShortRuns(), dict[_Plan, list[_Asked]]()
     for card in job.card_names:
         request = _request(job, card, seq_len)
         for option in fit(request, methods=job.levels, runs=runs):
-            if option.fits:
+            if option.fits and seq_len in job.planned:
                 asked = _Asked(card, request, option)
                 waiting.setdefault(_plan(asked), []).append(asked)
             else:
@@ -136,6 +135,7 @@ def _cell(job: AtlasJob, asked: _Asked) -> Cell:
         device_mib=round(option.device_bytes / MIB), host_mib=round(option.host_bytes / MIB),
         disk_mib=round(option.disk_bytes / MIB), tokens_per_s=round(option.tokens_per_s or 0) if option.fits else 0,
         offload=option.candidate.arrangement.offload, micro_batch_size=option.candidate.micro_batch_size,
+        is_planned=request.seq_len in job.planned,
     )  # fmt: skip
 
 
@@ -167,8 +167,9 @@ def _start(job: AtlasJob) -> Child[Columns]:
 def _record(job: AtlasJob, ended: ChildResult[Columns]) -> AtlasRecord:
     return AtlasRecord(
         key=job.key, model=job.model, num_params=job.shape.num_params, cards=job.card_names,
-        card_mib=tuple(job.cards[name].memory_mib for name in job.card_names), lengths=job.lengths, levels=job.levels,
-        host_memory=job.host_memory, columns=answer_of(ended, job.model, "atlas"), **child_header(ended),
+        card_mib=tuple(job.cards[name].memory_mib for name in job.card_names), lengths=job.lengths,
+        planned=job.planned, levels=job.levels, host_memory=job.host_memory,
+        columns=answer_of(ended, job.model, "atlas"), **child_header(ended),
     )  # fmt: skip
 
 
@@ -218,6 +219,8 @@ class CheckJob:
     """Key of its model's record."""
     cell: Cell
     host_memory: str
+    in_full: bool
+    """Run with every block even where the cell's command does not."""
 
     @property
     def key(self) -> str:
@@ -226,19 +229,22 @@ class CheckJob:
 
 
 def check_jobs(atlas: Atlas) -> list[CheckJob]:
-    """Return the cells whose commands are run again: of those that fit, as many as the file says."""
+    """Return the cells to check, all with every block: of those that fit, as many planned as extrapolated ones."""
     fitting = [cell for record in atlas.records.values() for cell in record.cells() if cell.fits]
+    kinds = ([cell for cell in fitting if cell.is_planned is kind] for kind in (True, False))
     return [
-        CheckJob(atlas=atlas.records[cell.model].key, cell=cell, host_memory=atlas.file.host_memory)
-        for cell in chosen_cells(fitting, atlas.file.checks)
-    ]
+        CheckJob(
+            atlas=atlas.records[cell.model].key, cell=cell, host_memory=atlas.file.host_memory, in_full=True
+        )
+        for cells in kinds for cell in chosen_cells(cells, atlas.file.checks)
+    ]  # fmt: skip
 
 
 def answer_of_command(job: CheckJob) -> Cell:
-    """Return a cell as its command answers it."""
+    """Return a cell as its command answers it, or as it does without --quick."""
     cell = job.cell
     arguments = FitArguments(model=cell.model, card=cell.card, host_memory=job.host_memory, seq=cell.seq_len)
-    report = fit_command(arguments, methods=[cell.level])
+    report = fit_command(arguments, methods=[cell.level], confirm=job.in_full or cell.is_planned)
     (option,) = report.options
     return replace(
         cell, verdict=report.verdict(option), device_mib=round(option.device_bytes / MIB),

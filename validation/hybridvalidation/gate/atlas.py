@@ -35,7 +35,8 @@ def compare_atlas(atlas: Atlas, order: Order) -> Comparison:
         for cell in cells:
             bar.set_postfix_str(cell.name)
             bar.update()
-            job = CheckJob(atlas=atlas.records[cell.model].key, cell=cell, host_memory=atlas.file.host_memory)
+            key = atlas.records[cell.model].key
+            job = CheckJob(atlas=key, cell=cell, host_memory=atlas.file.host_memory, in_full=False)
             findings += _findings(cell, answer_of_command(job))
     subject = f"{len(cells)} cells of the atlas"
     return Comparison(subject=subject, findings=findings, notes=_notes(atlas), accept=list)

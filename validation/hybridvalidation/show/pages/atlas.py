@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.tables import MARKDOWN, table
@@ -35,15 +36,17 @@ def card_note(name: str) -> str:
 
 
 def checks_sentence(checks: Sequence[AtlasCheck]) -> str:
-    """Return how far off the commands of some cells were; empty without any."""
-    if not checks:
-        return ""
-    memory = max(abs(check.memory_error) for check in checks)
-    speed = max(abs(check.speed_error) for check in checks)
-    return (
-        f"The commands of {len(checks)} cells were run again: largest difference {memory:.1%} of the card's bytes, "
-        f"{speed:.1%} of speed."
-    )
+    """Return how far off full dry runs found cells, planned and extrapolated; empty without any."""
+    told = {True: "cells were planned again by their commands", False: "extrapolated ones were planned in full"}
+    sentences = []
+    for is_planned, done in told.items():
+        errors = sorted(abs(check.memory_error) for check in checks if check.cell.is_planned is is_planned)
+        if errors:
+            sentences.append(
+                f"{len(errors)} {done}: median difference {median(errors):.1%} of the card's bytes, largest "
+                f"{errors[-1]:.1%}."
+            )
+    return " ".join(sentences)
 
 
 def atlas_text(atlas: Atlas, style: str = MARKDOWN) -> str:
@@ -80,10 +83,11 @@ def _is_resident(record: AtlasRecord, cell: Cell, room: int) -> bool:
 
 
 def _checks_table(checks: Sequence[AtlasCheck], style: str) -> str:
-    headers = ("model", "card", "tokens", "precision", "card GiB", "memory", "speed")
+    headers = ("model on card", "tokens", "precision", "atlas", "card GiB", "memory", "speed")
     rows = [
         [
-            check.cell.model, check.cell.card, f"{check.cell.seq_len:,}", check.cell.level,
+            f"{check.cell.model} on {check.cell.card}", f"{check.cell.seq_len:,}", check.cell.level,
+            "planned" if check.cell.is_planned else "extrapolated",
             f"{to_gib(check.again.device_mib * MIB):.2f}", f"{check.memory_error:+.2%}", f"{check.speed_error:+.2%}",
         ]
         for check in checks
@@ -109,13 +113,14 @@ def _text(atlas: Atlas, style: str) -> Iterator[str]:
     yield "## How the figures were got"
     yield (
         "Every cell is the answer of `hybridtrain fit MODEL --card CARD --method PRECISION --seq N`. Bytes of what "
-        "fits are planned, by a dry run of every block. What a cell lacks is extrapolated from a dry run of three "
-        f"blocks. Speeds are estimated: off by {TIME_ERROR:.0%} on average on cards they were not calibrated on, by "
+        f"fits at {', '.join(f'{length:,}' for length in file.planned)} tokens are planned, by a dry run of every "
+        "block. Others are extrapolated from a dry run of three blocks, as by `--quick`. "
+        f"Speeds are estimated: off by {TIME_ERROR:.0%} on average on cards they were not calibrated on, by "
         f"{WAITING_ERROR:.0%} where a step waits for copies."
     )
     if atlas.checks:
-        yield "## Commands run again"
-        yield "The atlas over the command's answer, less 1. A digest of their names chose the cells."
+        yield "## Cells planned again"
+        yield "The atlas over a dry run of every block, less 1. A digest of their names chose the cells."
         yield _checks_table(atlas.checks, style)
     yield made_by([("models", record) for record in atlas.records.values()])
 

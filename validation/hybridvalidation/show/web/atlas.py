@@ -9,7 +9,7 @@ from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.fit_arguments import parse_host
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
-from hybridvalidation.experiments.atlas import LABELS, Atlas, AtlasRecord, command_of
+from hybridvalidation.experiments.atlas import LABELS, QUICK, Atlas, AtlasRecord, command_of
 from hybridvalidation.show.pages.atlas import card_note, card_title, checks_sentence
 
 DATA_FILE = "atlas-data.js"
@@ -58,6 +58,7 @@ def atlas_view(atlas: Atlas) -> AtlasView:
             {"name": name, "title": title, "command": command_of("{model}", "{card}", "{seq}", name)}
             for name, title in levels.items()
         ],
+        "quick": QUICK,
         "hostRoom": int(host.tensor_bytes / MIB),
         "tokens": _TOKENS,
         "models": [
@@ -76,7 +77,7 @@ def atlas_view(atlas: Atlas) -> AtlasView:
 def _cells(record: AtlasRecord, cards: Sequence[str], levels: Sequence[str]) -> dict[str, object]:
     columns = record.columns
     return {
-        "params": record.num_params, "cards": [cards.index(name) for name in record.cards],
+        "params": record.num_params, "planned": record.planned, "cards": [cards.index(name) for name in record.cards],
         "lengths": record.lengths, "levels": [levels.index(name) for name in record.levels],
         "offloads": columns.offloads, "kind": columns.kind, "resident_mib": columns.resident_mib,
         "longest": columns.longest, **columns.per_cell(),

@@ -33,6 +33,9 @@
     found.hours = found.speed ? atlas.tokens / found.speed / SECONDS : null;
     found.lacks = [[found.device - found.card.room, "card"], [found.host - atlas.hostRoom, "host"]].filter(([size]) => size > 0);
     found.command = found.level.command.replace("{model}", model.name).replace("{card}", found.card.name).replace("{seq}", seq);
+    found.isPlanned = model.planned.includes(seq);
+    if (!found.isPlanned) found.command += atlas.quick;
+    found.mark = found.kind === "fits" && found.isPlanned ? "" : "~";
     return found;
   }
 
@@ -48,8 +51,8 @@
 
   const COLUMNS = [
     { name: "fits", text: verdict, value: (cell) => (cell.kind === "fits" ? -1 : 0) + cell.lacks.reduce((sum, [size]) => sum + size, 0) },
-    { name: "card GiB", text: (cell) => gib(cell.device), value: (cell) => cell.device },
-    { name: "host GiB", text: (cell) => (cell.host ? gib(cell.host) : ""), value: (cell) => cell.host },
+    { name: "card GiB", text: (cell) => cell.mark + gib(cell.device), value: (cell) => cell.device },
+    { name: "host GiB", text: (cell) => (cell.host ? cell.mark + gib(cell.host) : ""), value: (cell) => cell.host },
     { name: "disk GiB", text: (cell) => (cell.disk ? gib(cell.disk) : ""), value: (cell) => cell.disk },
     { name: "tokens/s", text: (cell) => (cell.speed ? figure(cell.speed) : ""), value: (cell) => -cell.speed },
     { name: `h / ${atlas.tokens / 1e6}M tokens`, text: (cell) => (cell.hours ? figure(cell.hours) : ""), value: (cell) => cell.hours ?? Infinity },
