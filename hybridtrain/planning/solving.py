@@ -122,8 +122,8 @@ def longest_sequence(
 ) -> Solution | None:  # fmt: skip
     """Return the longest sequence that one precision of a method trains on the request's card; None: not even a step.
 
-    Without ``level`` it is the method's most exact. ``lengths``, rising, are tried in place of multiples of ``seq_step``.
-    ``runs`` may be shared with other cards and lengths.
+    Without ``level`` it is the method's most exact. ``lengths``, rising, are tried in place of multiples of
+    ``seq_step``. ``runs`` may be shared with other cards and lengths.
     """
     solver = _Solver(_axis(request, "seq", free_share, lengths), free_share, runs or ShortRuns(), plans)
     return solver.solved(method, level or levels_of(method)[0]).best
