@@ -14,7 +14,15 @@ from pathlib import Path
 from hybridtrain.config.encode import digest
 from hybridtrain.planning.candidates import ARRANGEMENTS, Candidate, FitRequest, Numerics
 from hybridtrain.planning.dry_runs import DryRun, on_card
-from hybridtrain.planning.fitting import TrainingOption, after_run, few_micro_batches, fit, precisions, with_fewer_kept
+from hybridtrain.planning.fitting import (
+    Refused,
+    TrainingOption,
+    after_run,
+    few_micro_batches,
+    fit,
+    following_option,
+    precisions,
+)
 from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.planning.solving import longest_sequence
 from hybridtrain.reports.fit_arguments import FitArguments
@@ -52,6 +60,7 @@ class _Asked:
     card: str
     request: FitRequest
     option: TrainingOption
+    refused: Refused
 
 
 def make_columns(job: AtlasJob) -> Columns:
@@ -104,10 +113,10 @@ def _cells(job: AtlasJob, seq_len: int) -> Iterator[Cell]:
         request = _request(job, card, seq_len)
         for option in fit(request, methods=job.levels, runs=runs):
             if option.fits and seq_len in job.planned:
-                asked = _Asked(card, request, option)
+                asked = _Asked(card, request, option, {})
                 waiting.setdefault(_plan(asked), []).append(asked)
             else:
-                yield _cell(job, asked=_Asked(card, request, option))
+                yield _cell(job, request, card, option)
     while waiting:
         plan = max(waiting, key=lambda plan: plan[0].keep_last)  # the others of its kind may need fewer kept blocks
         run: DryRun | None = None
@@ -116,11 +125,12 @@ def _cells(job: AtlasJob, seq_len: int) -> Iterator[Cell]:
             if run is None:
                 run = request.run(few_micro_batches(option.candidate))
             whole = after_run(request, option, on_card(run, request.card, request.host))
-            if whole.fits or not whole.candidate.keep_last:
-                yield _cell(job, replace(asked, option=replace(whole, run=None)))
+            following = None if whole.fits else following_option(request, whole, asked.refused, runs=runs)
+            if following is None:
+                yield _cell(job, request, asked.card, replace(whole, run=None))
             else:
-                fewer = replace(asked, option=replace(with_fewer_kept(request, whole), run=None))
-                waiting.setdefault(_plan(fewer), []).append(fewer)
+                again = replace(asked, option=replace(following, run=None))
+                waiting.setdefault(_plan(again), []).append(again)
 
 
 def _plan(asked: _Asked) -> _Plan:
@@ -128,10 +138,9 @@ def _plan(asked: _Asked) -> _Plan:
     return candidate, asked.request.card.cublas_workspace_bytes
 
 
-def _cell(job: AtlasJob, asked: _Asked) -> Cell:
-    request, option = asked.request, asked.option
+def _cell(job: AtlasJob, request: FitRequest, card: str, option: TrainingOption) -> Cell:
     return Cell(
-        model=job.model, card=asked.card, seq_len=request.seq_len, level=option.name, verdict=_verdict(request, option),
+        model=job.model, card=card, seq_len=request.seq_len, level=option.name, verdict=_verdict(request, option),
         device_mib=round(option.device_bytes / MIB), host_mib=round(option.host_bytes / MIB),
         disk_mib=round(option.disk_bytes / MIB), tokens_per_s=round(option.tokens_per_s or 0) if option.fits else 0,
         offload=option.candidate.arrangement.offload, micro_batch_size=option.candidate.micro_batch_size,
