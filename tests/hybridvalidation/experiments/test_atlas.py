@@ -61,8 +61,9 @@ def answer(cell: Cell, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
     words = cell.command.split()[1:]
     capsys.readouterr()
     main([*words, "--json"])
-    (row,) = json.loads(capsys.readouterr().out)["ways"]
-    return row
+    content = json.loads(capsys.readouterr().out)
+    (row,), (smallest,) = content["ways"], content["least"]
+    return smallest if smallest["fits"] and not row["fits"] else row
 
 
 def same(cell: Cell, row: dict[str, object]) -> bool:

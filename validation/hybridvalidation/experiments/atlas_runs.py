@@ -14,7 +14,15 @@ from pathlib import Path
 from hybridtrain.config.encode import digest
 from hybridtrain.planning.candidates import ARRANGEMENTS, Candidate, FitRequest, Numerics
 from hybridtrain.planning.dry_runs import DryRun, on_card
-from hybridtrain.planning.fitting import TrainingOption, after_run, few_micro_batches, fit, precisions, with_fewer_kept
+from hybridtrain.planning.fitting import (
+    TrainingOption,
+    after_run,
+    few_micro_batches,
+    fit,
+    least,
+    precisions,
+    with_fewer_kept,
+)
 from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.planning.solving import longest_sequence
 from hybridtrain.reports.fit_arguments import FitArguments
@@ -52,6 +60,8 @@ class _Asked:
     card: str
     request: FitRequest
     option: TrainingOption
+    is_smallest: bool = False
+    """The fastest did not fit."""
 
 
 def make_columns(job: AtlasJob) -> Columns:
@@ -116,11 +126,20 @@ def _cells(job: AtlasJob, seq_len: int) -> Iterator[Cell]:
             if run is None:
                 run = request.run(few_micro_batches(option.candidate))
             whole = after_run(request, option, on_card(run, request.card, request.host))
-            if whole.fits or not whole.candidate.keep_last:
+            other = None if whole.fits else _other(replace(asked, option=replace(whole, run=None)), runs)
+            if other is None:
                 yield _cell(job, replace(asked, option=replace(whole, run=None)))
             else:
-                fewer = replace(asked, option=replace(with_fewer_kept(request, whole), run=None))
-                waiting.setdefault(_plan(fewer), []).append(fewer)
+                waiting.setdefault(_plan(other), []).append(other)
+
+
+def _other(asked: _Asked, runs: ShortRuns) -> _Asked | None:
+    """Return what is run next where a full dry run did not fit: fewer kept blocks, then the smallest option."""
+    request, option = asked.request, asked.option
+    if option.candidate.keep_last:
+        return replace(asked, option=with_fewer_kept(request, option))
+    (smallest,) = least(request, methods=[option.name], runs=runs)
+    return replace(asked, option=smallest, is_smallest=True) if smallest.fits and not asked.is_smallest else None
 
 
 def _plan(asked: _Asked) -> _Plan:
@@ -245,7 +264,8 @@ def answer_of_command(job: CheckJob) -> Cell:
     cell = job.cell
     arguments = FitArguments(model=cell.model, card=cell.card, host_memory=job.host_memory, seq=cell.seq_len)
     report = fit_command(arguments, methods=[cell.level], confirm=job.in_full or cell.is_planned)
-    (option,) = report.options
+    (option,), (smallest,) = report.options, report.smallest
+    option = smallest if smallest.fits and not option.fits else option
     return replace(
         cell, verdict=report.verdict(option), device_mib=round(option.device_bytes / MIB),
         host_mib=round(option.host_bytes / MIB), disk_mib=round(option.disk_bytes / MIB),
