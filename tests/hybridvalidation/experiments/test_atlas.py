@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hybridtrain.cli.main import main
-from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import PRESETS
 from hybridtrain.planning.candidates import Candidate, FitRequest
 from hybridtrain.planning.dry_runs import DryRun
@@ -61,8 +60,9 @@ def answer(cell: Cell, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
     words = cell.command.split()[1:]
     capsys.readouterr()
     main([*words, "--json"])
-    (row,) = json.loads(capsys.readouterr().out)["ways"]
-    return row
+    content = json.loads(capsys.readouterr().out)
+    (row,), (smallest,) = content["ways"], content["least"]
+    return smallest if smallest["fits"] and not row["fits"] else row
 
 
 def same(cell: Cell, row: dict[str, object]) -> bool:
@@ -112,7 +112,7 @@ def test_a_full_dry_run_is_made_once_for_cards_with_the_same_option(
         return run(request, candidate)
 
     monkeypatch.setattr(FitRequest, "run", counted)
-    alike = {"one": card_catalogue()["rtx-4090"], "two": card_catalogue()["rtx-4090"]}
+    alike = {"rtx-3090": card_catalogue()["rtx-4090"], "rtx-4090": card_catalogue()["rtx-4090"]}
     make_columns(replace(job, cards=alike, levels=("qlora",)))
     assert len(made) == 2  # the option of both, and the bytes with nothing off the card
     assert len(set(made)) == 2
@@ -187,9 +187,12 @@ def test_faults_of_the_file_are_all_told() -> None:
     assert "lengths: 0 must be at least 1" in told
 
 
-def test_the_verb_names_an_unknown_model() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'gpt2-small'"):
-        main(["atlas", "gpt2-smal"])
+def test_the_verb_shows_models_and_names_an_unknown_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["atlas", "gpt2-small", "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert {cell["model"] for cell in cells} == {"gpt2-small"}
+    assert main(["atlas", "gpt2-smal"]) == 2
+    assert "did you mean 'gpt2-small'" in capsys.readouterr().err
 
 
 def test_no_atlas_without_its_file_or_records(tmp_path: Path) -> None:

@@ -203,8 +203,12 @@
   }
 
   function recall() {
-    for (const [name, value] of new URLSearchParams(location.hash.replace(/^#atlas&/, "")))
-      if (["view", "model", "card", "level", "seq"].includes(name)) fields[name].value = value;
+    for (const [name, value] of new URLSearchParams(location.hash.replace(/^#atlas&/, ""))) {
+      if (!["view", "model", "card", "level", "seq"].includes(name)) continue;
+      const before = fields[name].value;
+      fields[name].value = value;
+      if (fields[name].value !== value) fields[name].value = before;  // an old address may name what is gone
+    }
   }
 
   fields.level.value = "qlora";
