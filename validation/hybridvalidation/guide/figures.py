@@ -27,6 +27,7 @@ from hybridvalidation.guide.reference import api_errors, api_names, commands, fi
 from hybridvalidation.guide.techniques import catalogue, page_example, step_table, technique_sections
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.show.pages.atlas import cells_table
 from hybridvalidation.show.pages.recorded import RESIDENT, predicted
 from hybridvalidation.show.pages.scenario import summary_table
 from hybridvalidation.show.pages.targets import all_targets
@@ -39,7 +40,7 @@ from hybridvalidation.study.quality import all_judged
 
 _MARKED = re.compile(r"<!--figure ([^>]*?)-->(.*?)<!--/figure-->", re.DOTALL)
 _PAGES = ("README.md", "docs/*.md", "docs/*/*.md")
-_PLANNED = ("options", "step")
+_PLANNED = ("fit", "options", "step")
 """What takes dry runs to fill."""
 
 
@@ -154,8 +155,25 @@ class Figures(Results):
         return step_table(kind, page_example(path.read_text(encoding="utf-8"), kind))
 
     def options(self, model: str, card: str, host_memory: str = "64GiB") -> str:
-        """Return what ``hybridtrain fit --quick`` says of a model on a card, planned now."""
+        """Return what ``hybridtrain fit`` says of a model on a card, planned now."""
         return training_options(model, card, host_memory)
+
+    def fit(self, model: str, card: str) -> str:
+        """Return the first lines of the same."""
+        return training_options(model, card, is_short=True)
+
+    def cells(self, *places: str) -> str:
+        """Return cells of the atlas, each named as model/card/precision."""
+        assert self.atlas is not None, "the atlas is committed"
+        return cells_table(self.atlas, [place.split("/") for place in places], MARKDOWN)
+
+    def atlas_size(self, word: str) -> str:
+        """Return how many ``models`` or ``cards`` the atlas has."""
+        assert self.atlas is not None, "the atlas is committed"
+        records = self.atlas.records.values()
+        return _chosen(word, {
+            "models": lambda: str(len(records)), "cards": lambda: str(max(len(record.cards) for record in records)),
+        })  # fmt: skip
 
     @cached_property
     def _judged(self) -> list[Verdict]:

@@ -1,7 +1,6 @@
 """What to train a model with: the fastest stacks on record, and what ``hybridtrain fit`` says now."""
 
 from hybridtrain.models.hf_config import hf_architectures
-from hybridtrain.reports.card_report import fits_cell
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.reports.fit_report import fit_command
 from hybridtrain.reports.tables import MARKDOWN, table
@@ -10,6 +9,8 @@ from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.show.results import Results
 from hybridvalidation.study.quality import short_verdict
 
+_WIDTH, _SHORT = 118, 12
+"""Columns of an answer; lines of a short one."""
 _ABOUT_OTHERS = {"hybrid", "techniques"}
 """Scenarios that compare ways, not models on cards."""
 
@@ -47,29 +48,11 @@ def recommendations(results: Results) -> str:
     return table(headers, rows, MARKDOWN)
 
 
-def training_options(model: str, card: str, host_memory: str = "64GiB") -> str:
-    """Return what ``hybridtrain fit --quick`` says of a model on a card, as Markdown, with the command."""
-    report = fit_command(FitArguments(model=model, card=card, host_memory=host_memory), confirm=False)
-    rows = []
-    for option in report.options:
-        hours = option.hours(report.tokens)
-        rows.append([
-            option.name, option.candidate.arrangement.name, fits_cell(report.verdict(option)),
-            "-" if option.tokens_per_s is None else f"{option.tokens_per_s:,.0f}",
-            "-" if hours is None else f"{hours:.1f}",
-            *(f"{to_gib(size):.1f}" for size in (option.device_bytes, option.host_bytes, option.disk_bytes)),
-            option.evidence,
-        ])  # fmt: skip
-    headers = [
-        "precision", "offload", "fits", "tokens/s", "h / 100M tokens", "device GiB", "host GiB", "disk GiB",
-        "evidence of bytes",
-    ]  # fmt: skip
-    shown = table(headers, rows, MARKDOWN, keys=2)
-    request = report.request
-    command = f"hybridtrain fit {model} --card {card} --host-memory {host_memory} --write options/"
-    return (
-        f"{format_count(request.model.num_params)} parameters on {request.card.name}, {host_memory} of host memory, "
-        f"{request.num_sequences} x {request.seq_len} tokens per step, {report.free_percent:g} % of the card free."
-        f"\n\n{shown}\n\n"
-        f"Bytes are planned, times are estimated (roofline). Training files for each option:\n\n    {command}"
-    )
+def training_options(model: str, card: str, host_memory: str = "64GiB", *, is_short: bool = False) -> str:
+    """Return the command ``hybridtrain fit`` and its answer as Markdown, with ``is_short`` its first lines."""
+    text = fit_command(FitArguments(model=model, card=card, host_memory=host_memory)).as_text(_WIDTH)
+    memory = "" if host_memory == "64GiB" else f" --host-memory {host_memory}"
+    lines = [f"hybridtrain fit {model} --card {card}{memory}", "", *text.splitlines()]
+    if is_short:
+        lines = [*lines[:_SHORT], "..."]
+    return "\n".join(["```text", *lines, "```"])

@@ -54,6 +54,23 @@ def atlas_text(atlas: Atlas, style: str = MARKDOWN) -> str:
     return "\n\n".join(_text(atlas, style))
 
 
+def cells_table(atlas: Atlas, places: Sequence[Sequence[str]], style: str) -> str:
+    """Return the cells of some models, cards and precisions at the default length."""
+    titles = {model.name: model.title for model in atlas.file.models}
+    rows = []
+    for name, card, level in places:
+        record = atlas.records[name]
+        place = card, min(_SEQ_LEN, max(record.lengths)), level
+        cell = next(cell for cell in record.cells() if (cell.card, cell.seq_len, cell.level) == place)
+        rows.append([
+            titles[name], card_title(card), LABELS[level] + (f", {cell.offload}" if cell.offload != "none" else ""),
+            f"{to_gib(cell.device_mib * MIB):.1f}", f"{to_gib(cell.host_mib * MIB):.1f}",
+            f"{cell.tokens_per_s:,}" if cell.fits else "does not fit",
+            f"{100e6 / cell.tokens_per_s / 3600:.1f}" if cell.fits else "",
+        ])  # fmt: skip
+    return table(("model", "card", "method", "card GiB", "host GiB", "tokens/s", "h / 100M tokens"), rows, style)
+
+
 def _smallest_table(atlas: Atlas, fits: Callable[[AtlasRecord, Cell, int], bool], style: str) -> str:
     """Return the smallest card of each model and precision on which a cell fits, by a rule of cell and room in MiB."""
     titles = {model.name: model.title for model in atlas.file.models}
