@@ -92,9 +92,11 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the guide into build/site, strictly: a broken link, a missing macro or setting fails."""
+    """Check what is generated in pages and tables; build the guide into build/site, with the HTML report in report/."""
     install(session, "docs")
+    session.run("hybridtrain", "report", "--check", env={"OMP_NUM_THREADS": "1"})
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.run("hybridtrain", "report", "--html", "build/site/report")
 
 
 @nox.session
@@ -124,7 +126,7 @@ def records(session: nox.Session) -> None:
 @nox.session(default=False)
 def report(session: nox.Session) -> None:
     """Rebuild tables and plots from committed records."""
-    session.install("--constraint", "constraints.txt", "--editable", ".[html]")
+    session.install("--constraint", "constraints.txt", "--editable", ".")
     session.run("hybridtrain", "report", *session.posargs)
 
 

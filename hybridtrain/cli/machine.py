@@ -37,6 +37,36 @@ def list_names(kind: Kind | None = None, /, *, common: Recorded = RECORDED) -> A
     return Answer(text=text, content=names)
 
 
+def _page_names(_context: object) -> list[str]:
+    from hybridtrain.reports.guide_pages import guide_pages
+
+    return list(guide_pages())
+
+
+def guide(
+    page: Annotated[str | None, Parameter(completer=_page_names)] = None,
+    /,
+    *,
+    common: Common = COMMON,  # noqa: ARG001
+) -> Answer:
+    """Print a page of the guide, or list the pages.
+
+    Example: hybridtrain guide gate
+
+    Args:
+        page: Name of a page, as gate or techniques/lora; default: list all of them.
+    """
+    from hybridtrain.reports.guide_pages import find_page, first_sentence, guide_pages, list_text, plain_text
+
+    pages = guide_pages()
+    if page is None:
+        told = {name: first_sentence(path.read_text(encoding="utf-8")) for name, path in pages.items()}
+        return Answer(text=list_text(pages), content={"pages": told})
+    name = find_page(page, pages)
+    markdown = pages[name].read_text(encoding="utf-8")
+    return Answer(text=plain_text(markdown), content={"page": name, "markdown": markdown})
+
+
 def doctor(*, log: Annotated[Path | None, Parameter(name="--from")] = None, common: Common = COMMON) -> Answer:
     """Check this machine, or diagnose a log: what went wrong, why, and what to do.
 

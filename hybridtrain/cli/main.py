@@ -72,7 +72,7 @@ APP = App(
 _VERBS: dict[str, Callable[..., Answer]] = {
     "fit": plan.fit, "dry-run": plan.dry_run, "virtual": plan.virtual, "recommend": plan.recommend, "train": run.train,
     "export": run.export, "quantize": run.quantize, "dummy-weights": plan.dummy_weights, "doctor": machine.doctor,
-    "list": machine.list_names,
+    "list": machine.list_names, "guide": machine.guide,
 }  # fmt: skip
 for _extension in extensions():
     _VERBS |= _extension.verbs

@@ -29,17 +29,17 @@ class Watch:
     profile_memory: Path | None = None
     """Write the memory after each step of this call to a .csv file."""
     tensorboard: Path | None = None
-    """Folder for metrics and memory, for tensorboard --logdir."""
+    """Log metrics and memory to this folder, for tensorboard --logdir."""
     wandb: str | None = None
-    """Log both to this project of Weights & Biases; WANDB_MODE=offline keeps them on this machine."""
+    """Log metrics and memory to this project of Weights & Biases; WANDB_MODE=offline keeps them on this machine."""
     mlflow: Path | None = None
-    """Folder of MLflow for both, for mlflow ui --backend-store-uri."""
+    """Log metrics and memory to this folder, for mlflow ui --backend-store-uri."""
     profile_every: Count = 1
     """Steps between memory snapshots."""
     alert_gb: Count = 45
-    """Warn at once when more memory than this is used; the default suits cards of 48 GB."""
+    """Warn when more memory than this is used; the default suits cards of 48 GB."""
     spike_percent: Amount = 10.0
-    """Report a memory snapshot as a spike where it is so much above the one before."""
+    """Report a spike where a memory snapshot is above the one before by this much."""
 
 
 _WATCH = Watch()
@@ -63,14 +63,14 @@ def train(
 
     Args:
         config: A training .toml file.
-        data: Text file, folder of text, token file (.bin), or records (.jsonl), read as by a [data] table; default:
-            what [data] in the file names, else the embedded corpus.
-        out: Folder for log and checkpoints.
-        resume: Continue the run saved in --out; its stack may be another one.
-        change: With --resume, settings that may be others than the saved run's, with commas between them: optimizer.lr,
-            schedule.
-        allow_data_change: With --resume, go on with other data.
-        rank_timeout_s: Seconds that a rank waits for another one before it gives up.
+        data: Your text: a file, a folder, a token file (.bin) or records (.jsonl). Default: the path of [data] in the
+            training file; without one, a small text that comes with hybridtrain.
+        out: Folder for the log and the checkpoints.
+        resume: Continue the run in --out; the stack may differ.
+        change: With --resume, settings that may differ from the saved run's, with commas between them, as
+            optimizer.lr,schedule.
+        allow_data_change: With --resume, accept other data.
+        rank_timeout_s: Seconds that a rank waits for another one before it fails.
     """
     from hybridtrain.data.corpus import open_corpus
     from hybridtrain.errors import ConfigError

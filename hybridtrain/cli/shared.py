@@ -57,6 +57,13 @@ class Recorded(Common):
         """The folder of records."""
         return self.results / "records"
 
+    @property
+    def evidence(self) -> Path:
+        """The folder of results to read in: what came with hybridtrain where this folder has no records of its own."""
+        from hybridtrain.stacks import evidence_folder
+
+        return evidence_folder(self.results)
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +217,10 @@ CardName = Annotated[
 ]
 ScenarioName = Annotated[str, Parameter(completer=_completer("scenarios"))]
 """Names that the shell completes; a .toml file may stand for each."""
-HostMemory = Annotated[str, Parameter(help="Of the machine around the card, as 64GiB or 128GB.")]
+HostMemory = Annotated[str, Parameter(help="RAM of the machine around the card, as 64GiB or 128GB.")]
 _LINK = "Between cards of a machine: pcie (the card's own bus), nvlink, ethernet, or a .toml file with its figures."
 Link = Annotated[str, Parameter(help=_LINK)]
-DiskFolder = Annotated[Path | None, Parameter(help="Folder where tensors placed on disk get their files.")]
-HostLimit = Annotated[Amount | None, Parameter(help="Host memory for offloaded tensors; default: what is available.")]
+DiskFolder = Annotated[Path | None, Parameter(help="Folder for tensors that are offloaded to disk.")]
+HostLimit = Annotated[
+    Amount | None, Parameter(help="Most GiB of host memory for offloaded tensors; default: what is free.")
+]

@@ -10,7 +10,6 @@ rendered with ``add_generation_prompt``. The latter must be a prefix of the form
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Final, Literal, TypeAlias
 
 from hybridtrain.config.encode import JsonMapping
@@ -44,7 +43,7 @@ class ChatTemplate:
     """A Jinja template and the special tokens that it may use.
 
     Raises:
-        DataError: the package jinja2 is missing, or the template is too long or cannot be parsed.
+        DataError: the template is too long or cannot be parsed.
     """
 
     def __init__(self, text: str, special_tokens: Mapping[str, str]) -> None:
@@ -52,10 +51,6 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template has {len(text)} characters; at most {_LONGEST} are allowed; give another one by "
                 "chat_template"
-            )
-        if find_spec("jinja2") is None:
-            raise DataError(
-                "messages need the package jinja2, which is not installed; python3 -m pip install 'hybridtrain[text]'"
             )
         self._template = text
         self._special_tokens = dict(special_tokens)

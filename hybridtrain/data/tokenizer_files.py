@@ -84,9 +84,14 @@ def with_token_ids(config: JsonMapping, folder: Path) -> JsonMapping:
 
 
 def _byte_tokenizer(nul: int) -> dict[str, object]:
-    """Return a tokenizer.json with a token for each byte, without merges; NUL is a special one."""
+    """Return a tokenizer.json with a token for each byte, without merges; NUL is a special one.
+
+    Nothing is added around a text; it says so as transformers writes it, which then reads this very file.
+    """
     vocab = {letter: token for token, letter in enumerate(byte_letters()) if token != nul} | {"\0": nul}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    first, second = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
+    plain = {"type": "TemplateProcessing", "single": [first], "pair": [first, second], "special_tokens": {}}
     special = {
         "id": nul, "content": "\0", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
         "special": True,
@@ -94,7 +99,7 @@ def _byte_tokenizer(nul: int) -> dict[str, object]:
     assert len(vocab) == NUM_BYTE_TOKENS, "a token for each byte"
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
-        "pre_tokenizer": level, "post_processor": None, "decoder": level,
+        "pre_tokenizer": level, "post_processor": plain, "decoder": level,
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,

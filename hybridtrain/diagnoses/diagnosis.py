@@ -79,10 +79,8 @@ def diagnose(log: str) -> list[Answer]:
 def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] = (0, 0)) -> str:
     """Format the diagnoses, the first in full; ``read``: numbers of losses and speeds."""
     if not answers and any(read):
-        return (
-            f"{path}: no problem found in {read[0]} losses and {read[1]} speeds, nor in any line; fewer than {ENOUGH} "
-            f"steps show little"
-        )
+        few = f"; fewer than {ENOUGH} steps show no trend" if max(read) < ENOUGH else ""
+        return f"{path}: no problem found in {read[0]} losses and {read[1]} speeds, nor in any other line{few}"
     if not answers:
         return (
             f"{path}: no known problem found. Give a whole traceback, a run's log.jsonl or its memory profile; the "

@@ -6,10 +6,10 @@ bytes on the card. A full dry run of every block is made on request (``confirmed
 of full training: the most exact that is not much slower.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import ceil, floor
+from math import ceil, floor, inf
 from typing import Literal
 
 from hybridtrain.errors import OutOfMemoryError
@@ -180,17 +180,14 @@ def smallest_first(options: Iterable[TrainingOption]) -> tuple[TrainingOption, .
 
 
 def best_option(options: Sequence[TrainingOption]) -> TrainingOption | None:
-    """Return the option with a full dry run, else the most exact one about as fast as the fastest; None: none fits.
+    """Return the most exact option of those about as fast as the fastest; None: none fits.
 
     About as fast is within 5 %. Between full training and adapters speed alone decides.
     """
     fitting = [option for option in options if option.fits]
     if not fitting:
         return None
-    whole = [option for option in fitting if option.run is not None]
-    fastest = max(whole or fitting, key=speed)
-    if whole:
-        return fastest
+    fastest = max(fitting, key=speed)
     alike = [other for other in fitting if other.method == fastest.method and speed(other) >= AS_FAST * speed(fastest)]
     return min(alike, key=lambda option: levels_of(option.method).index(option.candidate.level))
 
@@ -200,19 +197,47 @@ def speed(option: TrainingOption) -> float:
     return option.tokens_per_s or 0.0
 
 
-def confirmed(
-    request: FitRequest, option: TrainingOption, *, free_share: float = MARGIN_SHARE, leaves_margin: bool = False
-) -> TrainingOption:
-    """Return an option after a full dry run, with fewer kept blocks where the short run kept too many.
+Refused = dict[Arrangement, int]
+"""The smallest micro-batch of an arrangement that a full dry run did not fit."""
 
-    ``leaves_margin`` keeps the range of reserved bytes free too.
+
+def confirmed(
+    request: FitRequest, option: TrainingOption, *, free_share: float = MARGIN_SHARE, leaves_margin: bool = False,
+    runs: ShortRuns | None = None,
+) -> TrainingOption:  # fmt: skip
+    """Return an option after a full dry run, or the next one where short runs, which see no fragments, took too much.
+
+    Next are fewer kept blocks; with ``runs`` also smaller micro-batches and other arrangements. ``leaves_margin`` keeps
+    the range of reserved bytes free too. What does not fit either is returned as it was run first.
     """
+    refused, first = Refused(), None
     while True:
         run = request.run(few_micro_batches(option.candidate))
         whole = after_run(request, option, run, free_share=free_share, leaves_margin=leaves_margin)
-        if whole.fits or not whole.candidate.keep_last:
-            return whole
-        option = with_fewer_kept(request, whole, free_share=free_share)
+        first = first or whole
+        following = None if whole.fits else following_option(request, whole, refused, free_share=free_share, runs=runs)
+        if following is None:
+            return whole if whole.fits or runs is None else first
+        option = following
+
+
+def following_option(
+    request: FitRequest, option: TrainingOption, refused: Refused, *, free_share: float = MARGIN_SHARE,
+    runs: ShortRuns | None = None,
+) -> TrainingOption | None:  # fmt: skip
+    """Return what to run after an option that its full dry run did not fit; None: nothing is left.
+
+    ``refused`` is changed: it holds what need not be tried again.
+    """
+    candidate = option.candidate
+    if candidate.keep_last:
+        return with_fewer_kept(request, option, free_share=free_share)
+    if runs is None:
+        return None
+    refused[candidate.arrangement] = candidate.micro_batch_size
+    search = replace(_search(request, free_share, lambda _text: None, runs, False), refused=refused)
+    found = search.option(option.method, candidate.level)
+    return found if found.fits else None
 
 
 def with_fewer_kept(request: FitRequest, option: TrainingOption, *, free_share: float = MARGIN_SHARE) -> TrainingOption:
@@ -281,6 +306,7 @@ class _Search:
     capacity: float
     on_try: Callable[[str], None]
     is_exhaustive: bool
+    refused: Mapping[Arrangement, int] = field(default_factory=dict)
 
     def option(self, method: Method, level: Numerics) -> TrainingOption:
         """Return the fastest option of one precision, or its smallest."""
@@ -311,7 +337,7 @@ class _Search:
                 if size <= roomy and not arrangement.is_resident:
                     continue  # all on the card nothing is recomputed and nothing waits: elsewhere it is no faster
                 candidate = self._candidate(level, arrangement, size)
-                if not self._may_fit(candidate):
+                if size >= self.refused.get(arrangement, inf) or not self._may_fit(candidate):
                     continue
                 self.on_try(f"{level.name}, {arrangement.name}: {size} x {request.seq_len}")
                 short = self.runs.of(request, candidate)

@@ -8,7 +8,7 @@ A step has the tokens of the request, in two micro-batches at least, so that gra
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, isfinite
 from typing import Literal, get_args
 
 from hybridtrain.models.model_config import MOST_TOKENS
@@ -21,10 +21,12 @@ from hybridtrain.units import MIB, format_bytes
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, Card, card_catalogue
 
+Over = dict[str, float]
+"""Bytes beyond the room of card, host and disk, negative where there is room."""
 Quantity = Literal["batch", "seq", "card", "host"]
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
-SEQ_STEP = 128
-"""Tokens between two lengths that are tried."""
+SEQ_STEP, _LONG_SEQ_STEP, _MANY_POSITIONS = 128, 512, 8192
+"""Tokens between two lengths that are tried, the second of models with more positions than the third."""
 _MICRO_BATCHES = 2
 _MOST_HOST_GIB = 4096
 _NEXT_TO_NOTHING_GIB = 1 / 64
@@ -94,8 +96,8 @@ def solve(
     """Return the solutions of each precision, the best first, then those that do not fit.
 
     ``plans`` confirms each by full dry runs; without, bytes are estimated. ``card`` tries all cards of the catalogue in
-    place of the request's, ``host`` any memory, ``seq`` multiples of 128 tokens up to the model's positions, ``batch``
-    any number of sequences.
+    place of the request's, ``host`` any memory, ``seq`` multiples of ``seq_step`` up to the model's positions,
+    ``batch`` any number of sequences.
     """
     solver = _Solver(_axis(request, quantity, free_share), free_share, runs or ShortRuns(), plans)
     found = list[Solved]()
@@ -118,13 +120,18 @@ def longest_sequence(
     request: FitRequest, method: Method, level: Numerics | None = None, *, lengths: Sequence[int] = (),
     free_share: float = MARGIN_SHARE, plans: bool = False, runs: ShortRuns | None = None,
 ) -> Solution | None:  # fmt: skip
-    """Return the longest sequence that one precision of a method trains on the request's card; None: not even 128.
+    """Return the longest sequence that one precision of a method trains on the request's card; None: not even a step.
 
-    Without ``level`` it is the method's most exact. ``lengths``, rising, are tried in place of the multiples of 128.
-    ``runs`` may be shared with other cards and lengths.
+    Without ``level`` it is the method's most exact. ``lengths``, rising, are tried in place of multiples of
+    ``seq_step``. ``runs`` may be shared with other cards and lengths.
     """
     solver = _Solver(_axis(request, "seq", free_share, lengths), free_share, runs or ShortRuns(), plans)
     return solver.solved(method, level or levels_of(method)[0]).best
+
+
+def seq_step(request: FitRequest) -> int:
+    """Return the tokens between two lengths that are tried for a model."""
+    return SEQ_STEP if request.model.max_seq_len <= _MANY_POSITIONS else _LONG_SEQ_STEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +153,8 @@ def _axis(request: FitRequest, quantity: Quantity, free_share: float, lengths: S
         end = f"a step takes at most {MOST_TOKENS} tokens"
         return _Axis(quantity, max(1, most), lambda i: (request, i), lambda i: i, end)
     if quantity == "seq":
-        most = request.model.max_seq_len
-        tried = lengths or [*range(SEQ_STEP, most, SEQ_STEP), most]
+        most, step = request.model.max_seq_len, seq_step(request)
+        tried = lengths or [*range(step, most, step), most]
 
         def with_length(i: int) -> tuple[FitRequest, int]:
             return replace(request, seq_len=tried[i - 1]), 1
@@ -220,7 +227,7 @@ class _Search:
     @property
     def roughly(self) -> int:
         """The last point that fits by arithmetic; 0: none."""
-        return _boundary(0, self.solver.axis.count + 1, 1, lambda i: self._by_arithmetic(i) <= 0)
+        return _boundary(0, self.solver.axis.count + 1, 1, lambda i: max(self._by_arithmetic(i).values()) <= 0)
 
     def beyond(self, reached: int) -> int:
         """Return the last point that fits; ``reached``, which another arrangement fits, if it is not beyond.
@@ -229,23 +236,27 @@ class _Search:
         """
         count, solver = self.solver.axis.count, self.solver
         request, _ = solver.axis.at(reached + 1)
-        if self._by_short_run(reached + 1) > (_TRUST * request.card.memory_bytes if solver.plans else 0):
+        trusted = _TRUST * request.card.memory_bytes if solver.plans else 0
+        if max(self._by_short_run(reached + 1).values()) > trusted:
             return reached
-        if solver.plans and reached and self._by_plan(reached + 1) > 0:
+        if solver.plans and reached and max(self._by_plan(reached + 1).values()) > 0:
             return reached
         estimate = largest(count, self._by_short_run, self._by_arithmetic, max(self.roughly, reached + 1))
         if not solver.plans:
             return estimate
         start, drift = max(estimate, 1), solver.drifts.get(self.arrangement.fuses, 0.0)
-        above = self._by_short_run(start) - self._by_arithmetic(start) + drift
-        start = _boundary(0, count + 1, start, lambda i: self._by_arithmetic(i) + above <= 0)
+        short = self._by_short_run(start)
+        over = _predicted(short | {"card": short["card"] + drift}, self._by_arithmetic, start, {})
+        start = _boundary(0, count + 1, start, lambda i: over(i) <= 0)
         found = largest(count, self._by_plan, self._by_arithmetic, max(start, reached + 1))
-        solver.drifts[self.arrangement.fuses] = self._by_plan(max(found, 1)) - self._by_short_run(max(found, 1))
+        last = max(found, 1)
+        solver.drifts[self.arrangement.fuses] = self._by_plan(last)["card"] - self._by_short_run(last)["card"]
         return found
 
     def is_like(self, other: "_Search", i: int) -> bool:
         """Return whether a point asks for the same bytes as in another arrangement, which keeps them elsewhere."""
-        return abs(self._by_short_run(i) - other._by_short_run(i)) < MIB
+        own, others = (max(each._by_short_run(i).values()) for each in (self, other))
+        return abs(own - others) < MIB
 
     def solution(self, method: Method, i: int) -> Solution:
         """Return the last point that fits as a solution."""
@@ -290,20 +301,19 @@ class _Search:
         request, _ = self.solver.axis.at(1)
         return request.tokens_per_step / (candidate.micro_batch_size * asked.seq_len * asked.world.size)
 
-    def _by_arithmetic(self, i: int) -> float:
+    def _by_arithmetic(self, i: int) -> Over:
         asked, candidate = self._at(i)
         needs, rest = arithmetic(asked, asked.model, candidate), self._rest(asked, candidate)
         card = needs.card + rest.card + asked.card.context_bytes
-        over = self._over(asked, PlanBytes(card=card, host=needs.host + rest.host, disk=needs.disk))
-        return max(over.values())
+        return self._over(asked, PlanBytes(card=card, host=needs.host + rest.host, disk=needs.disk))
 
-    def _by_short_run(self, i: int) -> float:
-        return max(self._over(self._at(i)[0], self._estimated(i)).values())
+    def _by_short_run(self, i: int) -> Over:
+        return self._over(self._at(i)[0], self._estimated(i))
 
-    def _by_plan(self, i: int) -> float:
-        return max(self._over(self._at(i)[0], self._planned(i)).values())
+    def _by_plan(self, i: int) -> Over:
+        return self._over(self._at(i)[0], self._planned(i))
 
-    def _over(self, asked: FitRequest, needs: PlanBytes) -> dict[str, float]:
+    def _over(self, asked: FitRequest, needs: PlanBytes) -> Over:
         """Return the bytes beyond the room of each memory, negative where there is room."""
         machine = asked.rank_host
         return {
@@ -359,25 +369,43 @@ def _largest_first(held: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(((name, size) for name, size in held.items() if size), key=lambda item: -item[1]))
 
 
-def largest(count: int, over: Callable[[int], float], hint: Callable[[int], float], start: int) -> int:
-    """Return the last point from 1 to ``count`` at which ``over`` is not above 0; 0: not even the first.
+def largest(count: int, over: Callable[[int], Over], hint: Callable[[int], Over], start: int) -> int:
+    """Return the last point from 1 to ``count`` at which no memory is over its room; 0: not even the first.
 
-    ``over`` rises. ``hint`` rises like it but for a factor, which points tell, and chooses the next one; after a few
+    Bytes over rise. ``hint`` rises likewise but for a factor, which points tell, and chooses the next one; after a few
     the interval is halved. The point returned and the next one have been tried.
     """
-    low, high, guess, scale = 0, count + 1, start, 1.0
-    points = list[tuple[float, float]]()
+    low, high, guess, scales = 0, count + 1, start, dict[str, float]()
+    points = list[tuple[Over, Over]]()
     while high - low > 1:
         if len(points) >= _FAST_TRIES:
             guess = (low + high) // 2 if high <= count else 2 * low
         guess = min(max(guess, low + 1), high - 1)
-        points.append((over(guess), hint(guess)))
-        low, high = (guess, high) if points[-1][0] <= 0 else (low, guess)
-        (above, hinted), before = points[-1], points[-2:-1]
-        slopes = [(above - a) / (hinted - h) for a, h in before if hinted != h]
-        scale = next((slope for slope in slopes if slope > 0), scale)
-        guess = _boundary(low, high, guess, lambda i, a=above, h=hinted, s=scale: a + s * (hint(i) - h) <= 0)  # type: ignore[misc]
+        found, hinted = over(guess), hint(guess)
+        for name, size in found.items() if points else ():
+            before, hinted_before = points[-1]
+            rise, hinted_rise = size - before[name], hinted[name] - hinted_before[name]
+            if hinted_rise and rise / hinted_rise > 0:
+                scales[name] = rise / hinted_rise
+        points.append((found, hinted))
+        low, high = (guess, high) if max(found.values()) <= 0 else (low, guess)
+        predicted = _predicted(found, hint, guess, scales)
+        guess = _boundary(low, high, guess, lambda i, predicted=predicted: predicted(i) <= 0)  # type: ignore[misc]
     return low
+
+
+def _predicted(
+    found: Over, hint: Callable[[int], Over], at: int, scales: Mapping[str, float]
+) -> Callable[[int], float]:
+    """Return bytes over at any point: those found at one, and what the hint, times its scale, tells of the way."""
+    hinted = hint(at)
+    names = [name for name in found if isfinite(found[name]) and isfinite(hinted[name])]  # others have any room
+
+    def over(i: int) -> float:
+        there = hint(i)
+        return max(found[name] + scales.get(name, 1.0) * (there[name] - hinted[name]) for name in names)
+
+    return over
 
 
 def _boundary(low: int, high: int, start: int, fits: Callable[[int], bool]) -> int:

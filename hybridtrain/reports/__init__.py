@@ -1,1 +1,1 @@
-"""Answers of fit, recommend, dry-run and virtual, as text and as JSON."""
+"""Answers of fit, recommend, dry-run and virtual, as text and as JSON; the guide on a terminal."""

@@ -1,6 +1,6 @@
 """``hybridtrain fit``: whether a model trains on a card, the fastest option and the smallest, one table, quality."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -35,7 +35,7 @@ from hybridtrain.units import format_bytes, format_count, to_gib
 from hybridtrain.virtual_gpu.cards.card import CardLimit, FitVerdict
 
 _MOST_CONFIRMED = 2
-"""Options with a full dry run: the first one, and another where that turned out not to fit."""
+"""Full dry runs of the smallest options where their table is not shown."""
 _LEGEND = """\
 name: of the precision, in files and JSON. bottleneck: what most of a step's time goes to. kept blocks: those that keep
 their activations, the others recompute them. checkpoint: arithmetic; a run keeps two, writes a third, and keeps one per
@@ -345,7 +345,7 @@ def fit_command(
     say: Callable[[str], None] = lambda _line: None, scenarios: Path | None = None, results: Path = RESULTS,
     shows_least: bool = False, explains: bool = False,
 ) -> FitReport:  # fmt: skip
-    """Find the options, make a full dry run of the fastest and of the smallest, and write the files of those that fit.
+    """Find the options, make full dry runs of those that fit, and write their files.
 
     ``results``, or the records that came with hybridtrain, tell the loss that precisions cost.
 
@@ -356,16 +356,10 @@ def fit_command(
     request, runs = arguments.resolve(), ShortRuns()
     options = fit(request, methods=chosen, free_share=free, on_try=lambda text: say(f"trying {text}"), runs=runs)
     smallest = least(request, methods=chosen, free_share=free, runs=runs)
-    for _ in range(_MOST_CONFIRMED if confirm else 0):
-        best = best_option(options)
-        if best is None or best.run is not None:
-            break
-        say(f"full dry run of {best.name}")
-        options = in_order(_confirmed(request, options, best, free))
-    for _ in range(_MOST_CONFIRMED if confirm else 0):
-        if smallest[0].run is not None or not smallest[0].fits:
-            break
-        smallest = smallest_first(_confirmed(request, smallest, smallest[0], free))
+    if confirm:
+        options = in_order(_confirmed(request, options, runs, free, say))
+        count = len(smallest) if shows_least else _MOST_CONFIRMED
+        smallest = smallest_first([*_confirmed(request, smallest[:count], None, free, say), *smallest[count:]])
     written = smallest if shows_least else options
     if write is not None:
         write_files(write, str(arguments.model), request, [option for option in written if option.fits], tokens)
@@ -380,6 +374,11 @@ def fit_command(
 
 
 def _confirmed(
-    request: FitRequest, options: Iterable[TrainingOption], chosen: TrainingOption, free: float
-) -> list[TrainingOption]:
-    return [confirmed(request, option, free_share=free) if option is chosen else option for option in options]
+    request: FitRequest, options: Sequence[TrainingOption], runs: ShortRuns | None, free: float,
+    say: Callable[[str], None],
+) -> Iterator[TrainingOption]:  # fmt: skip
+    """Yield options after full dry runs; those that do not fit by short runs as they are."""
+    for option in options:
+        if option.fits:
+            say(f"full dry run of {option.name}")
+        yield confirmed(request, option, free_share=free, runs=runs) if option.fits else option

@@ -33,7 +33,7 @@ def in_blocks(blocks: Sequence[Sequence[str]]) -> str:
 
 def short_name(card: Card) -> str:
     """Return a card's name without the vendor's."""
-    return card.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    return card.name.removeprefix("NVIDIA ").removeprefix("GeForce ").removesuffix(" GPU")
 
 
 def chosen_methods(names: Sequence[str]) -> Sequence[str]:

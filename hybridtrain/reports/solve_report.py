@@ -7,7 +7,7 @@ from textwrap import wrap
 from hybridtrain.errors import ConfigError
 from hybridtrain.planning.candidates import FitRequest
 from hybridtrain.planning.fitting import METHODS
-from hybridtrain.planning.solving import SEQ_STEP, Quantity, Solution, Solved, solve
+from hybridtrain.planning.solving import Quantity, Solution, Solved, seq_step, solve
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.reports.fit_text import PERCENT, chosen_methods, columns, free_share, in_blocks, short_name
@@ -19,7 +19,7 @@ _ASKED: dict[Quantity, str] = {
 _HEADS: dict[Quantity, str] = {"batch": "sequences", "seq": "tokens", "card": "card", "host": "GiB of host"}
 _RULES: dict[Quantity, str] = {
     "batch": "Any number of sequences",
-    "seq": f"Multiples of {SEQ_STEP} tokens, micro-batches of 1",
+    "seq": "Multiples of {step} tokens, micro-batches of 1",
     "card": "All cards of the catalogue, micro-batches of 1",
     "host": "Whole GiB for tensors, micro-batches of 1",
 }
@@ -124,15 +124,17 @@ class SolveReport:
             rest = [*(f"{mark}{to_gib(size):.2f}" for size in sizes), f"{option.tokens_per_s or 0:,.0f}"]
             long.append([each.level.label, option.candidate.arrangement.offload, *values, *rest])
             short.append([each.level.label, option.candidate.arrangement.tiers, *values, *rest])
-        lines = columns(headers, long)
-        if len(lines[0]) <= width:
-            return lines
-        lines = columns([*headers[:2], "no offload", *headers[3:]], short)
-        return (
-            lines
-            if len(lines[0]) <= width
-            else columns(["method", "offload", "none", "with", "card", "host", "tokens/s"], short)
-        )
+        tables = [
+            (headers, long),
+            ([*headers[:2], "no offload", *headers[3:]], short),
+            (["method", "offload", "without", "with", "card", "host", "tokens/s"], short),
+            (
+                ["method", "no offload", "with", "card", "tokens/s"],
+                [[row[i] for i in (0, 2, 3, 4, 6)] for row in short],
+            ),
+        ]
+        drawn = [columns(*each) for each in tables]
+        return next((lines for lines in drawn if len(lines[0]) <= width), drawn[-1])
 
     def _limits(self, width: int) -> list[str]:
         by_limit = dict[tuple[str, ...], list[str]]()
@@ -161,7 +163,7 @@ class SolveReport:
         is_planned = all(each.is_planned for each in found)
         how = "planned on both sides of the limit" if is_planned else "bytes are extrapolated (~)"
         told = (
-            f"{_RULES[self.quantity]}, all recomputed; {how}.",
+            f"{_RULES[self.quantity].format(step=seq_step(request))}, all recomputed; {how}.",
             f"{self.arguments.model}, {', '.join(asked)}; {'; '.join(places)}.",
             f"Speeds: estimated, {TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind.",
         )
@@ -171,9 +173,7 @@ class SolveReport:
 def _limits_told(solution: Solution) -> tuple[str, ...]:
     """Return a limit with its three largest holders, and in shorter forms."""
     held = [f"{name} {format_bytes(size)}" for name, size in solution.holders]
-    return *(
-        f"{solution.limit}: {', '.join(held[:count])}" for count in (3, 2, 1) if count <= len(held)
-    ), solution.limit
+    return *(f"{solution.limit}: {', '.join(held[:i])}" for i in (3, 2, 1) if i <= len(held)), solution.limit
 
 
 def solve_command(

@@ -149,7 +149,10 @@ def open_folder(path: Path, config: ModelConfig) -> HfSource:
 
 def _no_weights(path: Path) -> str:
     if not path.is_dir():
-        return "is not a folder; give one with config.json and safetensors files"
+        return (
+            "is not a folder; it must be one with config.json and safetensors files: check the path, or fetch a model "
+            f"into it (hf download ORG/NAME --local-dir {path})"
+        )
     pickled = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
     if pickled:
         return (

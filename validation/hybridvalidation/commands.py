@@ -143,34 +143,37 @@ def report(
         check: Write nothing; list the tables and pages that would change.
         html: Write an HTML site into this folder instead; it needs no network and no server.
     """
+    from hybridtrain.errors import ConfigError
     from hybridvalidation.guide.figures import Figures, check_report, fill_pages
     from hybridvalidation.show.report import rebuild
 
+    files = _files(common.scenarios)
+    if html is None and not common.records.is_dir():
+        for name in scenarios or files.scenario_names():
+            files.scenario(name)  # faults of its own come first
+        advice = "keep records there (hybridtrain validate SCENARIO --record), or see those that came with hybridtrain"
+        raise ConfigError("report", [f"{common.records}: no such folder; {advice} (hybridtrain report --html FOLDER)"])
     if check:
-        stale = check_report(_files(common.scenarios), common.results)
+        stale = check_report(files, common.results)
         faults = [f"{name}: outdated; run: hybridtrain report" for name in stale]
         text = "\n".join(faults) or "all tables and pages are up to date"
         return Answer(text=text, content={"stale": stale}, code=1 if stale else 0)
     if html is not None:
-        from hybridtrain.errors import ConfigError
         from hybridtrain.units import format_bytes
         from hybridvalidation.show.web.site import write_site
 
         if scenarios:
             faults = [f"--html writes every scenario; remove {', '.join(scenarios)}, or write Markdown without --html"]
             raise ConfigError("report", faults)
-        pages = write_site(_files(common.scenarios), common.results, html)
+        pages = write_site(files, common.evidence, html)
         size = sum(path.stat().st_size for path in pages)
         told = f"{pages[0].as_posix()}: open this page in a browser; {len(pages)} files, {format_bytes(size)}"
         return Answer(text=told, content={"files": names_of(pages), "bytes": size})
-    files = _files(common.scenarios)
     written = rebuild(files, scenarios, common.results)
     if written and not scenarios:
         written += fill_pages(common.results.parent, Figures(files, common.results))
     paths = names_of(written)
-    return Answer(
-        text="\n".join(paths) or "no records yet; run: hybridtrain validate SCENARIO", content={"files": paths}
-    )
+    return Answer(text="\n".join(paths), content={"files": paths})
 
 
 def records(
@@ -192,7 +195,6 @@ def records(
         prune: Delete records that no table shows any more, instead.
         jobs: Parallel processes; default: one per core.
     """
-    from hybridtrain.stacks import evidence_folder
     from hybridvalidation.gate.command import gate_all
     from hybridvalidation.gate.gate import Order
     from hybridvalidation.validate import other_records, prune_records
@@ -204,7 +206,7 @@ def records(
     order = Order(
         names=names, processes=jobs, trusts_verified=not verify, keeps_verified=record, progress=not common.json
     )
-    results = common.results if record else evidence_folder(common.results)
+    results = common.results if record else common.evidence
     report = gate_all(files, order, results)
     others = [] if names or planned else other_records(files, results)
     return Answer(
@@ -268,12 +270,11 @@ def _moves_of(scenarios: "ScenarioFiles", plans: Names, common: Recorded, *, rec
 
 def _list_targets(common: Recorded) -> Answer:
     from hybridtrain.config.encode import encode
-    from hybridtrain.stacks import evidence_folder
     from hybridvalidation.judge.roll_up import counts
     from hybridvalidation.show.pages.targets import all_targets, targets_text
     from hybridvalidation.show.results import Results
 
-    rows = all_targets(Results(_files(common.scenarios), evidence_folder(common.results)))
+    rows = all_targets(Results(_files(common.scenarios), common.evidence))
     content = {"counts": counts(rows), "targets": list(map(encode, rows))}
     return Answer(text=targets_text(rows, TERMINAL), content=content)
 
@@ -309,11 +310,11 @@ def validate(
     from hybridvalidation.show.results import Results
     from hybridvalidation.validate import validate as validate_scenario
 
-    files = _files(common.scenarios)
+    files, known = _files(common.scenarios), common.results if record else common.evidence
     done = validate_scenario(
-        files, scenario, common.results, fresh=fresh, record=record, out=out, planned=planned, progress=not common.json
+        files, scenario, known, fresh=fresh, record=record, out=out, planned=planned, progress=not common.json
     )
-    run, results = done.run, Results(files, common.results)
+    run, results = done.run, Results(files, known)
     paths = [] if done.folder is None else names_of(scenario_page(run, results).write(done.folder))
     written = f" Written: {', '.join(paths)}" if paths else ""
     joint = judge_jointly(run, results.targets, results.elsewhere)
@@ -487,8 +488,9 @@ def recorded(
 
     files = _files(common.scenarios)
     text, rows = recorded_command(
-        scenarios=files.folder, results=common.results, source=source, record=record, jobs=jobs, say=common.note
-    )
+        scenarios=files.folder, results=common.results if record else common.evidence, source=source, record=record,
+        jobs=jobs, say=common.note,
+    )  # fmt: skip
     paths = write_pages("recorded", files, common.results) if record else []
     return Answer(text="\n".join([text, *names_of(paths)]), content=rows)
 
@@ -519,8 +521,8 @@ def peers(
 
     files = _files(common.scenarios)
     text, rows = peers_command(
-        files=files, results=common.results, scenario=scenario, planned=planned, record=record, jobs=jobs,
-        say=common.note,
+        files=files, results=common.results if record else common.evidence, scenario=scenario, planned=planned,
+        record=record, jobs=jobs, say=common.note,
     )  # fmt: skip
     paths = write_pages("peers", files, common.results) if record else []
     return Answer(text="\n".join([text, *names_of(paths)]), content=rows)

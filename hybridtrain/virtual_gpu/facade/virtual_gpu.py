@@ -1,6 +1,8 @@
 """A virtual card for unmodified code: ``with VirtualGpu("rtx-4090") as gpu: ...``."""
 
+import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import copy
@@ -63,6 +65,20 @@ class _Turns:
 
 class StepsDone(BaseException):
     """The requested optimizer steps are done. A BaseException, so that scripts do not catch it."""
+
+
+def _import_before() -> None:
+    """Import libraries that must find the real torch, in silence: the script may never use them."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in _BEFORE:
+                if find_spec(name) is not None:
+                    import_module(name)
+    finally:
+        logging.disable(before)
 
 
 class VirtualGpu:
@@ -151,9 +167,7 @@ class VirtualGpu:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        for name in _BEFORE:
-            if find_spec(name) is not None:
-                import_module(name)
+        _import_before()
         self._methods = TensorMethods(self.ledger)
         with ExitStack() as stack:
             autocast = stack.enter_context(cuda_paths(self.ledger))

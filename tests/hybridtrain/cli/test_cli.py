@@ -308,8 +308,8 @@ def test_an_option_without_its_value_is_told(command: Command) -> None:
 
 VERBS = (
     "fit", "dry-run", "virtual", "recommend", "train", "export", "quantize", "dummy-weights", "doctor", "list",
-    "validate", "execute", "evidence", "bench", "study", "recorded", "peers", "atlas", "gate", "report", "records",
-    "snapshots",
+    "guide", "validate", "execute", "evidence", "bench", "study", "recorded", "peers", "atlas", "gate", "report",
+    "records", "snapshots",
 )  # fmt: skip
 
 
@@ -322,7 +322,7 @@ def test_every_verb_has_help_with_an_example(command: Command, verb: str) -> Non
 
 def test_help_version_names_and_logs_need_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = ["--help", "--version", "list", "list cards", *(f"{verb} --help" for verb in VERBS)]
+    asked = ["--help", "--version", "list", "list cards", "guide", "guide gate", *(f"{verb} --help" for verb in VERBS)]
     Path("log.txt").write_text("CUDA out of memory")
     asked.append("doctor --from log.txt")
     program = f"""\
@@ -857,9 +857,9 @@ def test_a_scenario_folder_that_is_not_there_is_a_wrong_argument(command: Comman
 
 
 def test_report_without_records_says_how_to_make_some(command: Command) -> None:
-    assert command("report") == 0
-    assert "no records yet; run: hybridtrain validate SCENARIO" in command.out
-    assert command.json("report") == {"files": []}
+    assert command("report") == 2
+    assert "results/records: no such folder; keep records there (hybridtrain validate SCENARIO --record)" in command.err
+    assert not Path("results").exists()
 
 
 # --- list, doctor, the command itself ---------------------------------------------------------------------------

@@ -1,5 +1,4 @@
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -214,13 +213,6 @@ def test_a_template_in_a_file() -> None:
     write_lines(Path("a.jsonl"), CHATS[1])
     text = opened(DataConfig(path=Path("a.jsonl"), tokenizer="tok", chat_template="mine.jinja"))
     assert text.tokenizer.decode(text.train.tokens.tolist()).startswith("<|im_start|>user\nName")
-
-
-def test_without_jinja2_messages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_lines(Path("a.jsonl"), *CHATS)
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(DataError, match=r"pip install 'hybridtrain\[text\]'"):
-        opened(DataConfig(path=Path("a.jsonl"), chat_template="chatml"))
 
 
 def contents(documents: EncodedDocuments | None) -> list[bytes]:

@@ -3,10 +3,15 @@
 import json
 import sys
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
+from typing import NoReturn
+from urllib.error import URLError
+from urllib.request import Request
 
 import pytest
 import torch
+from huggingface_hub.constants import ENDPOINT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridtrain.config.encode import JsonMapping, to_toml
@@ -127,23 +132,40 @@ def test_of_a_model_on_the_hub_the_configuration_alone_is_fetched(
         asked.append((name, file))
         return str(tmp_path / file)
 
+    def answer(request: Request, timeout: float) -> BytesIO:
+        assert (request.full_url, request.method) == (f"{ENDPOINT}/allenai/tiny-olmo/resolve/main/config.json", "HEAD")
+        assert timeout < 10
+        return BytesIO()
+
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    monkeypatch.setattr("hybridtrain.models.find_model.urlopen", answer)
     assert find_model("allenai/tiny-olmo") == FAMILIES["olmo2"]
     assert asked == [("allenai/tiny-olmo", "config.json")]
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda _, file: str(tmp_path / file))
+    assert find_model("allenai/tiny-olmo") == FAMILIES["olmo2"]
+    assert len(asked) == 1, "kept from before"
 
 
-def test_without_the_hub_a_name_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> str:
-        raise OSError("offline\nand more")
+def test_without_the_hub_a_name_there_is_one_clear_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, timeout: float = 0) -> NoReturn:
+        raise URLError("no route") if timeout else OSError("404\nand more")
+
+    def fault(name: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            find_model(name)
+        return caught.value.faults[0]
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(ConfigError, match=r"'a/b' is not a folder, and was not found on the hub \(offline\); give"):
-        find_model("a/b")
+    monkeypatch.setattr("hybridtrain.models.find_model.urlopen", lambda *_, **__: BytesIO())
+    assert fault("a/b").startswith("'a/b' is not a folder here, and the hub does not have it (404); give a preset (")
+    monkeypatch.setattr("hybridtrain.models.find_model.urlopen", fail)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)  # it would retry for half a minute
+    told = "'Qwen/Qwen3-8B' is not a folder here, and the hub cannot be reached (no route); give the preset qwen3-8b"
+    assert fault("Qwen/Qwen3-8B") == f"{told}, or a folder that holds the model's config.json"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "the hub cannot be reached (HF_HUB_OFFLINE is set)" in fault("a/b")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(
-        ConfigError, match="'a/b' is not a folder, and hub ids need huggingface_hub: pip install huggingface_hub,"
-    ):
-        find_model("a/b")
+    assert "the package huggingface_hub is not installed (pip install it)" in fault("a/b")
 
 
 @pytest.mark.parametrize(("text", "fault"), [("[1]", "is not a JSON object"), ("{", "is not JSON")])

@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu import CardRun, TensorClass, VirtualGpu, find_card
 from hybridtrain.virtual_gpu.account.observer import Stage
 from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
+from hybridtrain.virtual_gpu.facade import virtual_gpu
 
 CARD = find_card("rtx-4090")
 CUBLAS = 8_519_680
@@ -285,3 +287,17 @@ def test_a_number_names_the_card() -> None:
             assert torch.empty(2).device == device == torch.get_default_device()
             assert torch.tensor([1.0]).is_cuda
     assert torch.device is type(torch.device("cpu"))
+
+
+def test_what_is_imported_for_the_script_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "import logging, warnings\nlogging.getLogger(__name__).warning('noise')\nwarnings.warn('noise')\n"
+    (tmp_path / "loud_library.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(virtual_gpu, "_BEFORE", ("loud_library", "there_is_no_such_library"))
+    with VirtualGpu("rtx-4090"):  # a warning is an error in these tests
+        assert "loud_library" in sys.modules
+    assert caplog.records == []
+    logging.getLogger(__name__).warning("heard again")
+    assert len(caplog.records) == 1

@@ -448,8 +448,8 @@ def test_a_report_rebuilds_the_same_bytes(command: Command) -> None:
 
 
 def test_without_runs_there_is_no_table(command: Command) -> None:
-    assert command("report") == 0
-    assert "no records yet" in command.out
+    assert command("report") == 2
+    assert "results/records: no such folder" in command.err
     assert list(executed_pages([])) == []
     assert not Path("results/tables").exists()
 

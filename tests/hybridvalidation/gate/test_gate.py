@@ -213,7 +213,9 @@ def test_a_stack_that_never_fitted_is_compared_all_the_same(gate: Gate, monkeypa
 def test_without_a_record_nothing_was_compared(gate: Gate) -> None:
     code, out = gate()
     assert code is GateExit.COULD_NOT_MEASURE
-    assert "could_not_measure: mine plain: there is no record to compare with" in out
+    assert out.startswith("results/records keeps no plan to compare with.\n")
+    assert "the fixture memory_plan (hybridtrain guide gate)" in out
+    assert out.splitlines()[-1] == "gate: could_not_measure, nothing compared"
     assert not RECORDS.exists()
 
 

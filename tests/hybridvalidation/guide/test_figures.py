@@ -9,6 +9,7 @@ import pytest
 
 from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError
+from hybridvalidation.guide import figures as module
 from hybridvalidation.guide.figures import Figures, filled
 from hybridvalidation.scenario_files import ScenarioFiles
 
@@ -53,6 +54,13 @@ def test_a_marker_that_nobody_knows_is_refused(figures: Figures, marker: str, to
 def test_a_figure_of_a_sentence_does_not_begin_a_line(figures: Figures, text: str) -> None:
     with pytest.raises(ConfigError, match="begins a line, which Markdown takes for HTML"):
         filled(text, figures, "page.md")
+
+
+def test_what_takes_dry_runs_can_be_left_as_it_stands(figures: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "<!--figure options tiny rtx-4090-->\n\nold\n\n<!--/figure-->\n"
+    assert filled(text, figures, "page", plans=False) == text
+    monkeypatch.setattr(module, "training_options", lambda *words: f"asked {words}")
+    assert "asked ('tiny', 'rtx-4090', '64GiB')" in filled(text, figures, "page")
 
 
 def test_report_fills_and_check_names_what_is_not_as_recorded(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import hybridtrain
 from hybridtrain.cli.main import _VERBS, main
 from hybridtrain.config.decode import load_toml
-from hybridtrain.diagnoses import troubles_page
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig, Workload
 from hybridtrain.optim import OPTIMIZERS
@@ -19,8 +19,17 @@ from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.cards.card import card_catalogue
 from hybridvalidation.guide.models import recommendations
-from hybridvalidation.guide.reference import FILES, commands, file_settings, keys_of, settings_table, tables_of
-from hybridvalidation.guide.techniques import catalogue, example_stack, step_table, technique_sections
+from hybridvalidation.guide.reference import (
+    FILES,
+    api_errors,
+    api_names,
+    commands,
+    file_settings,
+    keys_of,
+    settings_table,
+    tables_of,
+)
+from hybridvalidation.guide.techniques import catalogue, example_stack, page_example, step_table, technique_sections
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.scenario import summary_table
 from hybridvalidation.show.results import Results
@@ -37,14 +46,15 @@ SMALL = Workload(micro_batch_size=4, seq_len=64)
 
 
 def example_of(kind: str) -> str:
-    found = re.search(r"```toml\n(.*?)```", (DOCS / "techniques" / f"{kind}.md").read_text(), re.DOTALL)
-    assert found is not None, kind
-    return found.group(1)
+    return page_example((DOCS / "techniques" / f"{kind}.md").read_text(), kind)
 
 
 def test_every_optimization_has_a_page_in_the_menu() -> None:
     pages = {path.stem for path in (DOCS / "techniques").glob("*.md")} - {"index"}
     assert pages == set(OPTIMIZATIONS)
+    for kind in pages:
+        text = (DOCS / "techniques" / f"{kind}.md").read_text()
+        assert all(f"<!--figure {name} {kind}-->" in text for name in ("step", "technique")), kind
     menu = (ROOT / "mkdocs.yml").read_text()
     assert [kind for kind in pages if f"techniques/{kind}.md" not in menu] == []
     assert all(f"({kind}.md)" in catalogue() for kind in pages)
@@ -67,10 +77,12 @@ def test_the_table_tells_a_step_with_it_and_without() -> None:
 def test_an_example_without_its_technique_is_refused() -> None:
     with pytest.raises(ConfigError, match="no \\[\\[optimizations\\]\\] of kind 'lora'"):
         step_table("lora", '[[optimizations]]\nkind = "mixed_precision"', model=WIDE)
+    with pytest.raises(ConfigError, match="a technique's page needs an example"):
+        page_example("# LoRA", "lora")
 
 
 def test_a_page_has_the_rows_of_the_committed_report() -> None:
-    page = technique_sections("gradient_checkpointing", "(a step)", RESULTS)
+    page = technique_sections("gradient_checkpointing", RESULTS)
     report = (RESULTS.folder / "tables" / "techniques.md").read_text().splitlines()
     shown = [line for line in page.splitlines() if line.startswith(("| vanilla ", "| checkpointing "))]
     assert set(shown[:2]) <= set(report)
@@ -105,6 +117,18 @@ def test_recommendations_are_the_fastest_rows_that_fit() -> None:
     assert told[fastest[1].strip()].startswith("inconclusive, ")
 
 
+def test_nothing_is_left_for_the_site_to_fill() -> None:
+    assert [page for page, text in pages() if re.search(r"\{\{ \w+\(|^::: ", text, re.MULTILINE)] == []
+
+
+def test_the_python_reference_has_every_name_and_error() -> None:
+    text = (DOCS / "api.md").read_text()
+    assert [name for name in dir(hybridtrain) if f"| `{name}(" not in text] == []
+    assert api_names() in text
+    assert api_errors() in text
+    assert "| `ConfigError` " in text
+
+
 def test_the_command_reference_has_every_verb_and_option() -> None:
     text = commands()
     for verb in _VERBS:
@@ -114,7 +138,6 @@ def test_the_command_reference_has_every_verb_and_option() -> None:
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    yield "troubles", troubles_page()
     for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
         yield path.relative_to(ROOT).as_posix(), path.read_text()
 

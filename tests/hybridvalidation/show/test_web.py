@@ -101,12 +101,6 @@ def test_every_record_has_its_environment() -> None:
     assert sum(int(cells[2]) for cells in table) == count
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(site, "_NEEDED", {"no_such_module": "no-such-package"})
-    with pytest.raises(ConfigError, match=r"not installed: no-such-package; .*'hybridtrain\[html\]'"):
-        site.write_site(ScenarioFiles(Path("scenarios")), Path("results"), tmp_path)
-
-
 def test_pages_are_of_all_scenarios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "1b-16gb", "--html", str(tmp_path / "site")]) == 2
     assert "remove 1b-16gb" in capsys.readouterr().err

@@ -15,13 +15,13 @@ from hybridtrain.config.encode import digest
 from hybridtrain.planning.candidates import ARRANGEMENTS, Candidate, FitRequest, Numerics
 from hybridtrain.planning.dry_runs import DryRun, on_card
 from hybridtrain.planning.fitting import (
+    Refused,
     TrainingOption,
     after_run,
     few_micro_batches,
     fit,
-    least,
+    following_option,
     precisions,
-    with_fewer_kept,
 )
 from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.planning.solving import longest_sequence
@@ -60,8 +60,7 @@ class _Asked:
     card: str
     request: FitRequest
     option: TrainingOption
-    is_smallest: bool = False
-    """The fastest did not fit."""
+    refused: Refused
 
 
 def make_columns(job: AtlasJob) -> Columns:
@@ -114,10 +113,10 @@ def _cells(job: AtlasJob, seq_len: int) -> Iterator[Cell]:
         request = _request(job, card, seq_len)
         for option in fit(request, methods=job.levels, runs=runs):
             if option.fits and seq_len in job.planned:
-                asked = _Asked(card, request, option)
+                asked = _Asked(card, request, option, {})
                 waiting.setdefault(_plan(asked), []).append(asked)
             else:
-                yield _cell(job, asked=_Asked(card, request, option))
+                yield _cell(job, request, card, option)
     while waiting:
         plan = max(waiting, key=lambda plan: plan[0].keep_last)  # the others of its kind may need fewer kept blocks
         run: DryRun | None = None
@@ -126,20 +125,12 @@ def _cells(job: AtlasJob, seq_len: int) -> Iterator[Cell]:
             if run is None:
                 run = request.run(few_micro_batches(option.candidate))
             whole = after_run(request, option, on_card(run, request.card, request.host))
-            other = None if whole.fits else _other(replace(asked, option=replace(whole, run=None)), runs)
-            if other is None:
-                yield _cell(job, replace(asked, option=replace(whole, run=None)))
+            following = None if whole.fits else following_option(request, whole, asked.refused, runs=runs)
+            if following is None:
+                yield _cell(job, request, asked.card, replace(whole, run=None))
             else:
-                waiting.setdefault(_plan(other), []).append(other)
-
-
-def _other(asked: _Asked, runs: ShortRuns) -> _Asked | None:
-    """Return what is run next where a full dry run did not fit: fewer kept blocks, then the smallest option."""
-    request, option = asked.request, asked.option
-    if option.candidate.keep_last:
-        return replace(asked, option=with_fewer_kept(request, option))
-    (smallest,) = least(request, methods=[option.name], runs=runs)
-    return replace(asked, option=smallest, is_smallest=True) if smallest.fits and not asked.is_smallest else None
+                again = replace(asked, option=replace(following, run=None))
+                waiting.setdefault(_plan(again), []).append(again)
 
 
 def _plan(asked: _Asked) -> _Plan:
@@ -147,10 +138,9 @@ def _plan(asked: _Asked) -> _Plan:
     return candidate, asked.request.card.cublas_workspace_bytes
 
 
-def _cell(job: AtlasJob, asked: _Asked) -> Cell:
-    request, option = asked.request, asked.option
+def _cell(job: AtlasJob, request: FitRequest, card: str, option: TrainingOption) -> Cell:
     return Cell(
-        model=job.model, card=asked.card, seq_len=request.seq_len, level=option.name, verdict=_verdict(request, option),
+        model=job.model, card=card, seq_len=request.seq_len, level=option.name, verdict=_verdict(request, option),
         device_mib=round(option.device_bytes / MIB), host_mib=round(option.host_bytes / MIB),
         disk_mib=round(option.disk_bytes / MIB), tokens_per_s=round(option.tokens_per_s or 0) if option.fits else 0,
         offload=option.candidate.arrangement.offload, micro_batch_size=option.candidate.micro_batch_size,
@@ -264,8 +254,7 @@ def answer_of_command(job: CheckJob) -> Cell:
     cell = job.cell
     arguments = FitArguments(model=cell.model, card=cell.card, host_memory=job.host_memory, seq=cell.seq_len)
     report = fit_command(arguments, methods=[cell.level], confirm=job.in_full or cell.is_planned)
-    (option,), (smallest,) = report.options, report.smallest
-    option = smallest if smallest.fits and not option.fits else option
+    (option,) = report.options
     return replace(
         cell, verdict=report.verdict(option), device_mib=round(option.device_bytes / MIB),
         host_mib=round(option.host_bytes / MIB), disk_mib=round(option.disk_bytes / MIB),

@@ -52,7 +52,11 @@ class GateReport:
             lines.append(f"written: {', '.join(path.as_posix() for path in self.written)}")
         if self.accepted and self.written:
             lines.append("then: hybridtrain report")
-        elif self.exit_code is not GateExit.OK and all(finding.settled_by_accept for finding in self.findings):
+        elif (
+            self.exit_code is not GateExit.OK
+            and self.findings
+            and all(finding.settled_by_accept for finding in self.findings)
+        ):
             again = " ".join(["hybridtrain gate", *self.names, '--accept --reason "WHY"'])
             lines.append(f"if the change is intended, run: {again}")
         return "\n".join(lines)
@@ -89,6 +93,11 @@ def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
     if order.accept and is_kept and not order.reason:
         fault = "--reason: missing; give the reason for the changed figures, which the new records will store"
         raise ConfigError("gate --accept", [fault])
+    if plans and not (is_kept or others or capabilities or order.accept):
+        return GateReport(
+            names=order.names, compared="nothing", findings=[], notes=[_nothing_kept(results)],
+            exit_code=GateExit.COULD_NOT_MEASURE, written=[], accepted=False,
+        )  # fmt: skip
     parts = [compare_plans(files, plans, order, results)] if plans else []
     parts += [compare_others(others, order)] if others else []
     parts += [compare_atlas(atlas, order)] if atlas is not None else []
@@ -104,6 +113,15 @@ def gate_all(files: ScenarioFiles, order: Order, results: Path) -> GateReport:
         notes=[note for part in parts for note in part.notes], exit_code=exit_code, written=written,
         accepted=order.accept,
     )  # fmt: skip
+
+
+def _nothing_kept(results: Path) -> str:
+    return (
+        f"{results / 'records'} keeps no plan to compare with.\n"
+        "- memory of your own model or script: a test with the fixture memory_plan (hybridtrain guide gate)\n"
+        "- scenarios of your own, in scenarios/: hybridtrain gate --accept keeps their plans, once\n"
+        "- the plans that came with hybridtrain: hybridtrain records plans them again and compares"
+    )
 
 
 def _compare_kernels(capabilities: Sequence[int], order: Order, results: Path) -> Comparison:

@@ -1,9 +1,10 @@
-"""Figures in README and the guide: each stands between markers that name it, and ``report`` fills them from records.
+"""Figures and tables in README and the guide: each stands between markers that name it, and ``report`` fills them.
 
     <!--figure recorded median-->0.47 %<!--/figure-->
 
 A marker has the name of a method of ``Figures`` and the words that it takes; where it stands in lines of its own, so
-does what it is filled with. Nobody types such a figure, and ``report --check`` fails where text and records differ.
+does what it is filled with. Nobody types them, and ``report --check`` fails where a page says something else than
+records and program do.
 """
 
 import re
@@ -14,13 +15,16 @@ from pathlib import Path
 from statistics import median
 
 from hybridtrain.atomic_write import replace_file
+from hybridtrain.diagnoses import troubles_page
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.planning.time_error import TIME_ERROR
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count
 from hybridvalidation.experiments.recorded import Role
 from hybridvalidation.guide.departures import defaults_table, names_table
-from hybridvalidation.guide.models import recommendations
+from hybridvalidation.guide.models import architectures, recommendations, training_options
+from hybridvalidation.guide.reference import api_errors, api_names, commands, file_settings, optimizers
+from hybridvalidation.guide.techniques import catalogue, page_example, step_table, technique_sections
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.recorded import RESIDENT, predicted
@@ -35,10 +39,12 @@ from hybridvalidation.study.quality import all_judged
 
 _MARKED = re.compile(r"<!--figure ([^>]*?)-->(.*?)<!--/figure-->", re.DOTALL)
 _PAGES = ("README.md", "docs/*.md", "docs/*/*.md")
+_PLANNED = ("options", "step")
+"""What takes dry runs to fill."""
 
 
 class Figures(Results):
-    """What pages can name, from committed records."""
+    """What pages can name: from committed records, from the program itself, from dry runs of it."""
 
     def recorded(self, word: str) -> str:
         """Return how near plans are to peaks of memory that others measured: count, median, ninety or outcomes.
@@ -104,6 +110,53 @@ class Figures(Results):
         assert found is not None, f"{study} has no figures of {method}"
         return f"{found.factor.mean:.2f} (95 % interval {found.factor.low:.2f} to {found.factor.high:.2f})"
 
+    def settings(self, file: str) -> str:
+        """Return every table of a kind of file (training, stack, model, card, scenario)."""
+        return file_settings(file)
+
+    def optimizers(self) -> str:
+        """Return every optimizer with its settings."""
+        return optimizers()
+
+    def commands(self) -> str:
+        """Return the help of every verb."""
+        return commands()
+
+    def example(self, name: str) -> str:
+        """Return a file of examples/ as a block of code."""
+        path = self.folder.parent / "examples" / name
+        language = {".py": "python"}.get(path.suffix, path.suffix[1:])
+        return f"```{language}\n{path.read_text(encoding='utf-8').strip()}\n```"
+
+    def api(self, word: str) -> str:
+        """Return what can be imported from hybridtrain (``names``), or its exceptions (``errors``)."""
+        return _chosen(word, {"names": api_names, "errors": api_errors})
+
+    def architectures(self) -> str:
+        """Return the architectures of Hugging Face folders that are read."""
+        return architectures()
+
+    def diagnoses(self) -> str:
+        """Return every diagnosis of ``doctor --from``, by topic."""
+        return troubles_page()
+
+    def techniques(self) -> str:
+        """Return every technique with what it does."""
+        return catalogue()
+
+    def technique(self, kind: str) -> str:
+        """Return settings, records and quality of a technique."""
+        return technique_sections(kind, self)
+
+    def step(self, kind: str) -> str:
+        """Return a step with the technique of a page's example and one without, planned now."""
+        path = self.folder.parent / "docs" / "techniques" / f"{kind}.md"
+        return step_table(kind, page_example(path.read_text(encoding="utf-8"), kind))
+
+    def options(self, model: str, card: str, host_memory: str = "64GiB") -> str:
+        """Return what ``hybridtrain fit --quick`` says of a model on a card, planned now."""
+        return training_options(model, card, host_memory)
+
     @cached_property
     def _judged(self) -> list[Verdict]:
         return all_targets(self)
@@ -113,8 +166,8 @@ class Figures(Results):
         return [judged for _, judged in all_judged(self.files, self.folder)]
 
 
-def filled(text: str, figures: Figures, source: str) -> str:
-    """Return a page with every marked figure as the records have it.
+def filled(text: str, figures: Figures, source: str, *, plans: bool = True) -> str:
+    """Return a page with every marked figure as it is now; without ``plans`` what takes dry runs stays as it stands.
 
     Raises:
         ConfigError: A marker names no figure, or its words are wrong.
@@ -125,6 +178,8 @@ def filled(text: str, figures: Figures, source: str) -> str:
         name, *words = found[1].split()
         if name not in known:
             raise ConfigError(source, [f"<!--figure {found[1]}-->: {unknown_name('figure', name, known)}"])
+        if name in _PLANNED and not plans:
+            return found[0]
         try:
             told = str(getattr(figures, name)(*words))
         except TypeError as error:
@@ -138,12 +193,12 @@ def filled(text: str, figures: Figures, source: str) -> str:
     return _MARKED.sub(fill, text)
 
 
-def fill_pages(root: Path, figures: Figures, *, writes: bool = True) -> list[Path]:
+def fill_pages(root: Path, figures: Figures, *, writes: bool = True, plans: bool = True) -> list[Path]:
     """Fill every marked figure of a checkout's pages; return the pages that changed, or would."""
     changed = []
     for path in (path for pattern in _PAGES for path in sorted(root.glob(pattern))):
         before = path.read_text(encoding="utf-8")
-        after = filled(before, figures, str(path))
+        after = filled(before, figures, str(path), plans=plans)
         if after != before:
             changed.append(path)
             if writes:
@@ -151,10 +206,11 @@ def fill_pages(root: Path, figures: Figures, *, writes: bool = True) -> list[Pat
     return changed
 
 
-def check_report(files: ScenarioFiles, folder: Path) -> list[str]:
+def check_report(files: ScenarioFiles, folder: Path, *, plans: bool = True) -> list[str]:
     """Return what ``report`` would write otherwise than it stands: figures in a checkout's pages, and tables."""
     figures = Figures(files, folder)
-    return [path.as_posix() for path in (*fill_pages(folder.parent, figures, writes=False), *stale_pages(figures))]
+    pages = fill_pages(folder.parent, figures, writes=False, plans=plans)
+    return [path.as_posix() for path in (*pages, *stale_pages(figures))]
 
 
 def _chosen(word: str, told: Mapping[str, Callable[[], str]]) -> str:

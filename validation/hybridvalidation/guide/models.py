@@ -1,4 +1,4 @@
-"""What to train a model with: the fastest stacks on record, and what ``hybridtrain fit`` says as a page is built."""
+"""What to train a model with: the fastest stacks on record, and what ``hybridtrain fit`` says now."""
 
 from hybridtrain.models.hf_config import hf_architectures
 from hybridtrain.reports.card_report import fits_cell
@@ -71,5 +71,5 @@ def training_options(model: str, card: str, host_memory: str = "64GiB") -> str:
         f"{format_count(request.model.num_params)} parameters on {request.card.name}, {host_memory} of host memory, "
         f"{request.num_sequences} x {request.seq_len} tokens per step, {report.free_percent:g} % of the card free."
         f"\n\n{shown}\n\n"
-        f"Found when this page was built; times are estimated (roofline). Files that train each:\n\n    {command}"
+        f"Bytes are planned, times are estimated (roofline). Training files for each option:\n\n    {command}"
     )

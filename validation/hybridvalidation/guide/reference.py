@@ -1,13 +1,17 @@
 """The references: every verb from the help of the command, every key of every file from the dataclass that reads it."""
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from inspect import getdoc, signature
 from types import NoneType, UnionType
 from typing import Final, Union, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse_from_object
 
+import hybridtrain
+from hybridtrain import errors
 from hybridtrain.cli.main import APP, EXIT_CODES
 from hybridtrain.config.decode import describe_hint
 from hybridtrain.config.encode import tag_of
@@ -23,6 +27,8 @@ from hybridtrain.training_file import TrainFile
 from hybridtrain.virtual_gpu.cards.card import Card
 from hybridvalidation.scenario import Scenario
 
+_SHOWN: Final = 5
+"""Parameters of a call in a table."""
 _OF_KINDS: Final = (Optimizer, Optimization)
 _SHARED: Final = {"active_phases": "Phases of a hybrid run in which it acts."}
 """Meanings of fields that many classes have."""
@@ -151,4 +157,26 @@ def _first_line(cls: type) -> str:
 def commands() -> str:
     """Return the text of ``hybridtrain VERB --help`` for every verb, as Markdown."""
     text = APP.generate_docs(output_format="markdown", heading_level=1, max_heading_level=2, usage_name="hybridtrain")
-    return f"{EXIT_CODES}\n\n{text[text.index('## hybridtrain ') :]}"
+    text = re.sub(r"^(hybridtrain \S+) -m hybridtrain\b", r"\1", text, flags=re.MULTILINE)  # of python -m hybridtrain
+    return f"{EXIT_CODES}\n\n{text[text.index('## hybridtrain ') :].rstrip()}"
+
+
+def api_names() -> str:
+    """Return every name of the package with its parameters and what it does, as Markdown."""
+    return _calls({name: getattr(hybridtrain, name) for name in dir(hybridtrain)})
+
+
+def api_errors() -> str:
+    """Return every exception for users, as Markdown."""
+    found = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and name.endswith("Error")}
+    rows = [[f"`{name}`", _first_line(kind)] for name, kind in found.items()]
+    return table(["exception", "meaning"], rows, MARKDOWN)
+
+
+def _calls(named: Mapping[str, Callable[..., object]]) -> str:
+    rows = []
+    for name, call in sorted(named.items(), key=lambda item: item[0].lower()):
+        names = [found.name for found in signature(call).parameters.values() if not found.name.startswith("_")]
+        shown = ", ".join([*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
+        rows.append([f"`{name}({shown})`", (getdoc(call) or "").partition("\n")[0]])
+    return table(["call", "what it does"], rows, MARKDOWN)

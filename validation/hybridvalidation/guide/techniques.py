@@ -1,5 +1,6 @@
 """Figures of a technique's page: a step with it and without, records, stated targets, quality."""
 
+import re
 import tomllib
 from collections.abc import Sequence
 from functools import cache
@@ -28,17 +29,17 @@ from hybridvalidation.study.quality_notes import interim_text
 
 MODEL, CARD, WORK = "llama-3.2-1b", "rtx-4090", Workload(micro_batch_size=4, seq_len=1024)
 """Model of a technique's example."""
+_EXAMPLE = re.compile(r"```toml\n(.*?)```", re.DOTALL)
 _SCENARIO = "techniques"
 _FEW = 2
 """Optimizations of a stack that is about one of them: itself, and what it needs."""
 
 
-def technique_sections(kind: str, step: str, results: Results) -> str:
-    """Return the generated sections of a technique's page; ``step``: of ``step_table``, for the page's example."""
+def technique_sections(kind: str, results: Results) -> str:
+    """Return the sections of a technique's page on its settings, its records and its quality."""
     stacks = [results.files.stack(name) for name in results.files.stack_names()]
     parts = {
         "Settings": settings_table(OPTIMIZATIONS[kind]),
-        "A step with it, and without": step,
         "On record": _recorded(_about(kind, stacks), results),
         "Quality": _quality(_about(kind, stacks), results),
     }
@@ -68,9 +69,17 @@ def step_table(
     name = MODEL if model is None else "the model"
     return (
         f"{table(headers, rows, MARKDOWN)}\n\n{name} on {find_card(card).name}, {workload.micro_batch_size} x "
-        f"{workload.seq_len} tokens per step. Bytes are planned, by a dry run when this page was built; times are "
-        "estimated (roofline). What other stacks gain differs: `hybridtrain dry-run ... --savings` tells it of yours."
+        f"{workload.seq_len} tokens per step. Bytes are planned by a dry run, times are estimated (roofline). "
+        "`hybridtrain dry-run ... --savings` shows what a technique saves in a stack of yours."
     )
+
+
+def page_example(text: str, kind: str) -> str:
+    """Return the TOML of a technique's page; raises ``ConfigError`` if it has none."""
+    found = _EXAMPLE.search(text)
+    if found is None:
+        raise ConfigError(kind, ["a technique's page needs an example, as ```toml ... ```; put one there"])
+    return found[1]
 
 
 def example_stack(kind: str, example: str) -> tuple[tuple[Optimization, ...], Optimization]:
@@ -124,7 +133,7 @@ def _recorded(names: Sequence[str], results: Results) -> str:
         wanted = {BASELINE_STACK, *mine, *([RATE_BASELINE] if any("int8" in name for name in mine) else [])}
         shown = summary_table(run, MARKDOWN, [stack for stack in run.scenario.stacks if stack in wanted])
         told = f"{headline(run)}.\n\n{shown}"
-        told += f"\n\n[How each figure was got](../results/tables/{_SCENARIO}.md); read from committed records."
+        told += f"\n\n[How each figure was got](../../results/tables/{_SCENARIO}.md); read from committed records."
     verdicts = [
         f"- {target}: {text}"
         for stack, target, text in _targets(results)
@@ -155,7 +164,4 @@ def _quality(names: Sequence[str], results: Results) -> str:
     if not rows:
         return ""
     shown = table(["stack", "computes", "against plain float32"], rows, MARKDOWN)
-    return (
-        f"{shown}\n\nExecuted on small models: [the ladder](../results/tables/study-quality-ladder.md), from committed "
-        "records."
-    )
+    return f"{shown}\n\nExecuted on small models: [the ladder](../../results/tables/study-quality-ladder.md)."

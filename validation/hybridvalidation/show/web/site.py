@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,23 +24,18 @@ if TYPE_CHECKING:
     from hybridvalidation.show.web.markdown import Rendered
 
 _HERE = Path(__file__).parent
-_NEEDED = {"jinja2": "jinja2", "markdown_it": "markdown-it-py", "plotly": "plotly"}
 
 
 def write_site(files: ScenarioFiles, folder_of_results: Path, folder: Path) -> list[Path]:
     """Write all pages into a folder, made if need be, from records alone; the folder of results stays as it is.
 
     Raises:
-        ConfigError: a package of the extra ``html`` is missing, or there are no records.
+        ConfigError: there are no records.
     """
-    missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
-    if missing:
-        wanted = f"not installed: {', '.join(missing)}; the HTML report needs them; python3 -m pip install "
-        raise ConfigError("report --html", [f"{wanted}'hybridtrain[html]'"])
     results = Results(files, folder_of_results)
     if not results.records.is_dir():
-        told = f"{results.records}: no such folder; a report is made of records; run: hybridtrain validate SCENARIO"
-        raise ConfigError("report --html", [told])
+        advice = "a report is made of records; run: hybridtrain validate SCENARIO --record"
+        raise ConfigError("report --html", [f"{results.records}: no such folder; {advice}"])
     notes = [
         Page(name=path.stem, group="Notes", text=path.read_text(encoding="utf-8"))
         for path in sorted(results.folder.glob("*.md"))  # beside the tables: printed by benchmarks, and what was tried
@@ -74,7 +68,7 @@ class _Writer:
         self, pages: Sequence[Page], cards: Sequence[dict[str, object]], atlas: AtlasView | None, plots: Path,
         folder: Path,
     ) -> None:  # fmt: skip
-        from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  of an extra
+        from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  slow
 
         self._atlas = atlas
         self._pages, self._cards, self._plots, self._folder = pages, cards, plots, folder
@@ -91,7 +85,7 @@ class _Writer:
 
     def write(self) -> list[Path]:
         """Write the site; the first path is that of the page to open."""
-        from plotly.offline import get_plotlyjs  # noqa: PLC0415  of an extra
+        from plotly.offline import get_plotlyjs  # noqa: PLC0415  slow
 
         summaries = {name: self._summary(name) for name in ("recorded", "targets")}
         self._page(
@@ -121,7 +115,7 @@ class _Writer:
         return next((page.summary for page in self._pages if page.name == name), "")
 
     def _render(self, page: Page) -> "Rendered":
-        from hybridvalidation.show.web.markdown import render  # noqa: PLC0415  of an extra
+        from hybridvalidation.show.web.markdown import render  # noqa: PLC0415  slow
 
         text = page.text
         for file in (Path(png_name(page.name, picture)) for picture in page.pictures):
