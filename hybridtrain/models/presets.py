@@ -64,7 +64,7 @@ def _smollm2(num_blocks: int, width: int, heads: tuple[int, int], ffn_width: int
 
 def _falcon3(num_blocks: int) -> Values:
     return _shape(
-        "llama", num_blocks, 3072, (12, 4), 23040, head_size=256, vocab_size=131072, max_seq_len=32768, norm_eps=1e-6,
+        "llama", num_blocks, 3072, (12, 4), 23040, vocab_size=131072, max_seq_len=32768, norm_eps=1e-6,
         rope_theta=1000042.0,
     )  # fmt: skip
 

@@ -53,7 +53,7 @@ def test_a_new_folder_named_as_a_preset_gets_its_configuration(tmp_path: Path) -
     with VirtualGpu("rtx-4090"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert sum(parameter.numel() for parameter in model.parameters()) == PRESETS["qwen2.5-0.5b"].num_params
-    with pytest.raises(ConfigError, match="already; name a folder"):
+    with pytest.raises(ConfigError, match="already; choose a folder"):
         write_dummy_model(folder)
     with pytest.raises(ConfigError, match="no such file"):
         write_dummy_model(tmp_path / "no-preset")
