@@ -122,7 +122,7 @@ def record_steps(
 
 
 def on_card(run: DryRun, card: Card, host: Host) -> DryRun:
-    """Return the dry run of one rank as it is on another card, with cuBLAS workspaces of the same size."""
+    """Return the dry run of one rank as it is on another card, with as large cuBLAS workspaces and the same kernels."""
     capacity, workspace = card.allocator_capacity_bytes, card.cublas_workspace_bytes
     fits = max(step.reserved_bytes for step in run.uncapped.steps) <= capacity
     capped = run.uncapped if fits else replay_trace(

@@ -174,7 +174,7 @@ class Columns:
     """Place in ``offloads``."""
     offloads: tuple[str, ...]
     kind: tuple[int, ...]
-    """A number per card: cards of one kind have as large a CUDA context and workspaces."""
+    """A number per card: cards of one kind have as large a CUDA context and workspaces, and the same kernels."""
     resident_mib: tuple[int, ...]
     """Of the card, with nothing off it, micro-batches of one sequence and every block recomputed: a value per kind,
     length and level."""

@@ -1,7 +1,8 @@
 """The runs that make the atlas, and those that check it.
 
 A case is a model. Its cards share their short runs, and a full dry run is made once for all cards that chose the same
-option: bytes of a plan do not depend on the card, but for its context and workspaces; the time is each card's own.
+option: bytes of a plan do not depend on the card, but for its context, workspaces and kernels of attention; the time is
+each card's own.
 A check is a cell's command, in a process of its own.
 """
 
@@ -50,7 +51,8 @@ from hybridvalidation.experiments.atlas import (
 
 _RARELY = (100_000, 50, 50)
 """Thresholds of the garbage collector in a child: plans make millions of objects, and few cycles."""
-_Plan = tuple[Candidate, int]
+_Kernels = tuple[int, bool]
+_Plan = tuple[Candidate, _Kernels]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +69,19 @@ def make_columns(job: AtlasJob) -> Columns:
     """Fit a model on all cards at all lengths, and plan what fits in full."""
     gc.set_threshold(*_RARELY)
     kinds = {_kind(job.cards[card]): card for card in job.card_names}
-    cells, resident = dict[tuple[str, int, str], Cell](), dict[tuple[int, int, str], float]()
+    cells, resident = dict[tuple[str, int, str], Cell](), dict[tuple[_Kernels, int, str], float]()
     for seq_len in job.lengths:
         cells |= {(cell.card, seq_len, cell.level): cell for cell in _cells(job, seq_len)}
-        for (_, workspace), card in kinds.items():
+        for (_, kernels), card in kinds.items():
             for _, level in precisions(job.levels):
-                if (workspace, seq_len, level.name) not in resident:
-                    resident[workspace, seq_len, level.name] = _resident_bytes(_request(job, card, seq_len), level)
+                if (kernels, seq_len, level.name) not in resident:
+                    resident[kernels, seq_len, level.name] = _resident_bytes(_request(job, card, seq_len), level)
     return columns_of(
         [cells[place] for place in product(job.card_names, job.lengths, job.levels)],
         kind=[[*kinds].index(_kind(job.cards[card])) for card in job.card_names],
         resident_mib=[
-            round((context + resident[workspace, seq_len, level]) / MIB)
-            for (context, workspace), seq_len, level in product(kinds, job.lengths, job.levels)
+            round((context + resident[kernels, seq_len, level]) / MIB)
+            for (context, kernels), seq_len, level in product(kinds, job.lengths, job.levels)
         ],
         longest=list(_longest(job)),
     )  # fmt: skip
@@ -101,9 +103,14 @@ def _request(job: AtlasJob, card: str, seq_len: int) -> FitRequest:
     return replace(job.arguments(card, seq_len).resolve(), card=job.cards[card])
 
 
-def _kind(card: Card) -> tuple[int, int]:
+def _kind(card: Card) -> tuple[int, _Kernels]:
     """Return what of a card decides how many bytes a plan takes of it."""
-    return card.context_bytes, card.cublas_workspace_bytes
+    return card.context_bytes, _kernels(card)
+
+
+def _kernels(card: Card) -> _Kernels:
+    """Return what of a card decides on the events of a plan: workspaces of cuBLAS, and flash attention."""
+    return card.cublas_workspace_bytes, card.has_bfloat16_tensor_cores
 
 
 def _cells(job: AtlasJob, seq_len: int) -> Iterator[Cell]:
@@ -135,7 +142,7 @@ def _cells(job: AtlasJob, seq_len: int) -> Iterator[Cell]:
 
 def _plan(asked: _Asked) -> _Plan:
     candidate = replace(asked.option.candidate, kept_bytes=0.0, tokens_per_s=0.0)
-    return candidate, asked.request.card.cublas_workspace_bytes
+    return candidate, _kernels(asked.request.card)
 
 
 def _cell(job: AtlasJob, request: FitRequest, card: str, option: TrainingOption) -> Cell:
