@@ -12,6 +12,7 @@ from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.reports.fit_text import PERCENT, chosen_methods, columns, free_share, in_blocks, short_name
 from hybridtrain.units import format_bytes, to_gib
+from hybridtrain.virtual_gpu.cards.card import Card, card_catalogue
 
 _ASKED: dict[Quantity, str] = {
     "batch": "Largest micro-batch", "seq": "Longest sequence", "card": "Smallest card", "host": "Least host memory",
@@ -97,7 +98,7 @@ class SolveReport:
     def _told(self, solution: Solution) -> str:
         if self.quantity == "card":
             card = solution.request.card
-            return f"{short_name(card)}, {to_gib(card.memory_bytes):.2f} GiB"
+            return f"{_key_of(card)}, {to_gib(card.memory_bytes):.2f} GiB"
         if self.quantity == "host":
             memory = max(1, solution.value) + solution.request.host.reserved_gib
             return f"{solution.value} GiB for tensors, --host-memory {memory:g}GiB"
@@ -106,7 +107,7 @@ class SolveReport:
     def _cell(self, solution: Solution | None) -> str:
         if solution is None:
             return "-"
-        return short_name(solution.request.card) if self.quantity == "card" else str(solution.value)
+        return _key_of(solution.request.card) if self.quantity == "card" else str(solution.value)
 
     def _table(self, width: int) -> list[str]:
         """Return a row for each precision: the value without and with offload, and figures of the better one."""
@@ -201,3 +202,8 @@ def solve_command(
     return SolveReport(
         request=request, arguments=arguments, quantity=quantity, solved=solved, free_percent=PERCENT * free
     )
+
+
+def _key_of(card: Card) -> str:
+    """Return a card's name in the catalogue: cards of one name differ in memory."""
+    return next((key for key, known in card_catalogue().items() if known == card), short_name(card))
