@@ -54,6 +54,7 @@ _SETTINGS = {
     "own-script.md": ("5 % of the card free",),
     "questions.md": ("less than 5 % of the card stays free",),
     "runs.md": ("at most 4 GiB",),
+    "README.md": ("a host of 64 GiB",),
 }
 
 

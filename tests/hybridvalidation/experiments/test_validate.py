@@ -217,7 +217,7 @@ def test_seeds_differ_and_stacks_start_alike(validated: Place) -> None:
 
 def test_the_table_tells_stacks_figures_and_verdicts(validated: Place) -> None:
     text = validated.table.read_text()
-    assert text.startswith("# A tiny model: ")
+    assert text.startswith("# A tiny model\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert [row[:2] for row in rows if row[0] in {"vanilla", "lean"}][:2] == [["vanilla", "yes"], ["lean", "yes"]]
     place = next(number for number, row in enumerate(rows) if "top-1 kept %" in row)

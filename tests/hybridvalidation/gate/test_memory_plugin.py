@@ -211,7 +211,7 @@ def test_a_bad_card_is_one_sentence_below_the_tests_own_line(pytester: pytest.Py
     (pytester.path / "bad.toml").write_text('name = "x"\n')
     write(pytester, more='card="bad.toml"')
     told = run(pytester).stdout.str()
-    assert "ConfigError: bad.toml: 6 faults" in told
+    assert "ConfigError: bad.toml: 5 faults" in told
     assert "is missing; a finite number is required" in told
     assert "decode.py" not in told
     assert told.count("test_step.py:7: ") == 1
