@@ -42,6 +42,7 @@ def test_an_example_says_what_it_promises(
     assert SAYS[name] in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # transformers renames it
 def test_the_script_that_the_readme_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
