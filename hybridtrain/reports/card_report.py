@@ -77,8 +77,8 @@ def verdict_line(
         needs = f"needs {used} and " if is_whole else ""
         place = f"at step {run.oom.step}, {place_of(run.oom)}" if run.oom.step else before_steps
         return f"DOES NOT FIT: {what} {needs}runs out of memory on {cards}, {place} (planned)"
-    barely = f"; {run.card.told(verdict)}" if verdict is FitVerdict.BARELY else ""
-    return f"{verdict.value.upper()}: {what} takes {used} on {cards} (planned){barely}"
+    margin = f"; {run.card.told(verdict).partition(', ')[2]}" if verdict is FitVerdict.BARELY else ""
+    return f"{verdict.value.upper()}: {what} takes {used} on {cards} (planned){margin}"
 
 
 def peak_figures(run: CardRun) -> Iterator[tuple[str, str]]:

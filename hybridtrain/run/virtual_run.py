@@ -29,6 +29,8 @@ from hybridtrain.virtual_gpu.facade.launchers import missing_script, python_comm
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 _PLACES_SHOWN = 3
+_ANY_TRAINING = 10**6
+"""Steps: what fills the card later is no leak to speak of, as a loss kept for a plot."""
 _RUNNER = "<frozen runpy>"
 
 
@@ -122,8 +124,9 @@ class VirtualRun:
         basis, run = self.basis, self.run
         found = basis.caveats(fits=self.fits)
         free = run.card.memory_bytes - run.device_used_bytes
-        if basis.growth is not None and self.fits:
-            found.append(f"GROWS: {growth_text(basis.growth, basis.num_steps or basis.num_backwards, free)}")
+        steps = basis.num_steps or basis.num_backwards
+        if self.fits and basis.growth is not None and basis.growth.full_at(steps, free) < _ANY_TRAINING:
+            found.append(f"GROWS: {growth_text(basis.growth, steps, free)}")
         reserved = self.reserved
         if self.fits and reserved is not None and (reserved.margin_bytes > free or reserved.lengths_fit is False):
             found.append(reserved.as_text())

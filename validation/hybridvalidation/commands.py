@@ -559,11 +559,10 @@ def atlas(
         raise ConfigError("atlas", faults)
     if record:
         make_atlas(files.folder, common.records, models=models, width=jobs, max_runs=max_runs, say=common.note)
-    found = read_atlas(files.folder, common.records)
+    records = (common.results if record else common.evidence) / "records"
+    found = read_atlas(files.folder, records)
     if found is None:
-        raise ConfigError(
-            "atlas", [f"{common.records}: no records of the atlas; make them: hybridtrain atlas --record"]
-        )
+        raise ConfigError("atlas", [f"{records}: no records of the atlas; make them: hybridtrain atlas --record"])
     paths = write_pages("atlas", files, common.results) if record else []
     shown = found.of(models or known)
     cells = [encode(cell) | {"command": cell.command} for one in shown.records.values() for cell in one.cells()]

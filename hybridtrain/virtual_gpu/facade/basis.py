@@ -45,7 +45,7 @@ class LedgerNotes(CodeNotes):
     """A ledger's observations of running code."""
 
     made_at: dict[int, str] = field(default_factory=dict)
-    """Storage -> code place that allocated it, from the third step on."""
+    """Storage -> code place that allocated it, from the second step on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

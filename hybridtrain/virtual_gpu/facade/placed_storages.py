@@ -22,7 +22,7 @@ from hybridtrain.virtual_gpu.facade.known_values import Place, VirtualStorage
 from hybridtrain.virtual_gpu.facade.op_sets import allows_mixed_devices, is_truly_meta
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
 
-_FIRST_STEP_WITH_PLACES = 3
+_FIRST_STEP_WITH_PLACES = 2
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -202,7 +202,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
             raise torch.OutOfMemoryError(text) from None
         index = super()._allocate(size, stage)
         if len(self._steps) >= _FIRST_STEP_WITH_PLACES:
-            self.seen.made_at[index] = where_called()
+            self.seen.made_at[index] = where_called(in_script=True)
         if stage is Stage.BUILD:  # the first module that runs, or an optimizer, defines the weights
             self._classes[index] = TensorClass.ACTIVATION
         self._addresses[index] = address

@@ -105,15 +105,17 @@ class Placeholders:
         return choice.view(*others, k).movedim(-1, dim).contiguous()
 
 
-def where_called() -> str:
-    """Return file and line of the innermost frame that is neither torch's nor ours."""
+def where_called(*, in_script: bool = False) -> str:
+    """Return file and line of the innermost frame that is neither torch's nor ours, and ``in_script`` of no package."""
     frame = sys._getframe(1)
     fallback = ""
     while frame is not None:
         path = frame.f_code.co_filename
         place = f"{path}:{frame.f_lineno}"
         if not path.startswith(("<", *_NOT_THE_SCRIPT)):
-            return _shorten(place)
+            if not (in_script and "-packages/" in path):
+                return _shorten(place)
+            fallback = fallback if "-packages/" in fallback else place
         fallback = fallback or place
         frame = frame.f_back  # type: ignore[assignment]
     return _shorten(fallback)

@@ -454,7 +454,7 @@ def test_a_plan_within_the_margin_fits_barely(command: Command) -> None:
     assert (found["fits"], found["verdict"], found["device_used_bytes"]) == (True, "fits barely", used)
     assert command(*dry_run()) == 0
     told = f"within the margin of 5 % for other drivers, libraries and a display ({0.05 * used / MIB:.2f} MiB)"
-    assert command.out.splitlines()[0].endswith(f"on Tiny card (planned); fits barely, {told}")
+    assert command.out.splitlines()[0].endswith(f"on Tiny card (planned); {told}")
     change("card.toml", f"memory_mib = {used // MIB}", f"memory_mib = {ceil(used / MIB / 0.95)}")
     assert command.json(*dry_run())["verdict"] == "fits"
 

@@ -154,7 +154,7 @@ def test_a_script_within_the_margin_fits_barely(
     used_mib = json.loads(run(8192, "--json"))["device_used_bytes"] // 2**20  # segments and context are whole MiB
     told = run(used_mib, "--explain")
     assert f"FITS BARELY: {script} takes " in told
-    assert "fits barely, within the margin of 5 % " in told
+    assert "(planned); within the margin of 5 % " in told
     assert "small: its file states no source for capacity" in told
     answer = json.loads(run(used_mib, "--json"))
     assert (answer["fits"], answer["verdict"]) == (True, "fits barely")

@@ -56,7 +56,7 @@
     { name: "disk GiB", text: (cell) => (cell.disk ? gib(cell.disk) : ""), value: (cell) => cell.disk },
     { name: "tokens/s", text: (cell) => (cell.speed ? figure(cell.speed) : ""), value: (cell) => -cell.speed },
     { name: `h / ${atlas.tokens / 1e6}M tokens`, text: (cell) => (cell.hours ? figure(cell.hours) : ""), value: (cell) => cell.hours ?? Infinity },
-    { name: "longest", text: (cell) => (cell.longest ? figure(cell.longest) : ""), value: (cell) => -cell.longest },
+    { name: "longest", text: (cell) => (cell.longest ? `~${figure(cell.longest)}` : ""), value: (cell) => -cell.longest },
   ];
 
   function wanted(text) {
