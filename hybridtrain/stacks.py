@@ -84,9 +84,12 @@ def evidence_folder(results: Path) -> Path:
 
 def _own_or_shipped(own: Path, holds: str) -> Path:
     """Return a folder, or that of the same name in the checkout or the wheel; ``holds``: what makes it one."""
-    installed = Path(sysconfig.get_path("data"), "share", "hybridtrain")
-    candidates = (own, Path(__file__).parents[1] / own.name, installed / own.name)
-    return next((folder for folder in candidates if (folder / holds).is_dir()), own)
+    return next((folder for folder in (own, *shipped_folders(own.name)) if (folder / holds).is_dir()), own)
+
+
+def shipped_folders(name: str) -> tuple[Path, Path]:
+    """Return where a folder of the project's own may lie: in the checkout, and as the wheel installs it."""
+    return Path(__file__).parents[1] / name, Path(sysconfig.get_path("data"), "share", "hybridtrain", name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from hybridtrain.planning.short_run import ShortRun, ShortRuns, arithmetic, batc
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS
 from hybridtrain.virtual_gpu.allocator.reserved_range import reserved_range
-from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
+from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, FitVerdict
 from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 
 Method = Literal["full", "lora", "qlora"]
@@ -192,6 +192,13 @@ def best_option(options: Sequence[TrainingOption]) -> TrainingOption | None:
     return min(alike, key=lambda option: levels_of(option.method).index(option.candidate.level))
 
 
+def verdict_of(request: FitRequest, option: TrainingOption) -> FitVerdict:
+    """Return whether an option fits; barely where only the margin that stays free has no room for it."""
+    fits_host = option.host_bytes * request.world.local_size <= request.host.tensor_bytes
+    is_within = option.device_bytes <= request.card.memory_bytes
+    return FitVerdict.FITS if option.fits else FitVerdict.BARELY if fits_host and is_within else FitVerdict.NO
+
+
 def speed(option: TrainingOption) -> float:
     """Return tokens per second, 0 where an option does not fit."""
     return option.tokens_per_s or 0.0
@@ -231,7 +238,7 @@ def following_option(
     """
     candidate = option.candidate
     if candidate.keep_last:
-        return with_fewer_kept(request, option, free_share=free_share)
+        return _with_fewer_kept(request, option, free_share)
     if runs is None:
         return None
     refused[candidate.arrangement] = candidate.micro_batch_size
@@ -240,7 +247,7 @@ def following_option(
     return found if found.fits else None
 
 
-def with_fewer_kept(request: FitRequest, option: TrainingOption, *, free_share: float = MARGIN_SHARE) -> TrainingOption:
+def _with_fewer_kept(request: FitRequest, option: TrainingOption, free_share: float) -> TrainingOption:
     """Return an option that its full dry run did not fit, with as many kept blocks as may."""
     candidate = option.candidate
     over = option.device_bytes + option.margin_bytes - (1 - free_share) * request.card.memory_bytes

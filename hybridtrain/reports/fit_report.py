@@ -23,6 +23,7 @@ from hybridtrain.planning.fitting import (
     in_order,
     least,
     smallest_first,
+    verdict_of,
 )
 from hybridtrain.planning.plan_bytes import saved_bytes
 from hybridtrain.planning.short_run import ShortRuns
@@ -217,9 +218,7 @@ class FitReport:
 
     def verdict(self, option: TrainingOption) -> FitVerdict:
         """Return whether an option fits; barely where only the margin that stays free has no room for it."""
-        fits_host = self._of_machine(option.host_bytes) <= self.request.host.tensor_bytes
-        is_within = option.device_bytes <= self.request.card.memory_bytes
-        return FitVerdict.FITS if option.fits else FitVerdict.BARELY if fits_host and is_within else FitVerdict.NO
+        return verdict_of(self.request, option)
 
     def _quality_lines(self, options: Sequence[TrainingOption]) -> list[str]:
         """Return a line for each method, one for those of which nothing is known."""

@@ -1,12 +1,12 @@
 """The guide on a terminal: its pages, in a checkout or as they came with the package."""
 
 import re
-import sysconfig
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.stacks import shipped_folders
 
 _FIRST = ("index", "questions")
 """Listed before the others."""
@@ -21,7 +21,7 @@ def guide_pages() -> dict[str, Path]:
     Raises:
         ConfigError: The guide did not come with this installation.
     """
-    candidates = (Path(__file__).parents[2] / "docs", Path(sysconfig.get_path("data"), "share", "hybridtrain", "docs"))
+    candidates = shipped_folders("docs")
     folder = next((place for place in candidates if (place / f"{_FIRST[0]}.md").is_file()), None)
     if folder is None:
         raise ConfigError("guide", [f"{candidates[-1]}: no such folder; install hybridtrain again from its wheel"])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from command import Command
+from hybridtrain import stacks
 from hybridtrain.errors import ConfigError
-from hybridtrain.reports import guide_pages as module
 from hybridtrain.reports.guide_pages import find_page, first_sentence, guide_pages, plain_text
 
 ROOT = Path(__file__).parents[3]
@@ -54,8 +54,8 @@ def test_an_unknown_page_is_one_error_with_near_names(command: Command) -> None:
 
 
 def test_without_pages_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "a/b/c.py"))
-    monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(stacks, "__file__", str(tmp_path / "a/b.py"))
+    monkeypatch.setattr(stacks.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(ConfigError, match="share/hybridtrain/docs: no such folder; install hybridtrain again"):
         guide_pages()
 
@@ -63,8 +63,8 @@ def test_without_pages_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
 def test_the_wheel_carries_the_guide_to_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     shutil.copytree(ROOT / "docs", tmp_path / wheel["shared-data"]["docs"])
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "a/b/c.py"))
-    monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(stacks, "__file__", str(tmp_path / "a/b.py"))
+    monkeypatch.setattr(stacks.sysconfig, "get_path", lambda _: str(tmp_path))
     assert all(path.is_relative_to(tmp_path) for path in guide_pages().values())
 
 

@@ -23,13 +23,14 @@ from hybridtrain.planning.fitting import (
     fit,
     following_option,
     precisions,
+    verdict_of,
 )
 from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.planning.solving import longest_sequence
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.reports.fit_report import fit_command
 from hybridtrain.units import MIB, format_seconds
-from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict
+from hybridtrain.virtual_gpu.cards.card import Card
 from hybridvalidation.child import Child, ChildResult
 from hybridvalidation.experiment import Experiment, answer_of, child_header, in_children
 from hybridvalidation.experiments.atlas import (
@@ -123,7 +124,7 @@ def _cells(job: AtlasJob, seq_len: int) -> Iterator[Cell]:
                 asked = _Asked(card, request, option, {})
                 waiting.setdefault(_plan(asked), []).append(asked)
             else:
-                yield _cell(job, request, card, option)
+                yield _cell(job.model, card, request, option, is_planned=seq_len in job.planned)
     while waiting:
         plan = max(waiting, key=lambda plan: plan[0].keep_last)  # the others of its kind may need fewer kept blocks
         run: DryRun | None = None
@@ -134,7 +135,7 @@ def _cells(job: AtlasJob, seq_len: int) -> Iterator[Cell]:
             whole = after_run(request, option, on_card(run, request.card, request.host))
             following = None if whole.fits else following_option(request, whole, asked.refused, runs=runs)
             if following is None:
-                yield _cell(job, request, asked.card, replace(whole, run=None))
+                yield _cell(job.model, asked.card, request, whole, is_planned=True)
             else:
                 again = replace(asked, option=replace(following, run=None))
                 waiting.setdefault(_plan(again), []).append(again)
@@ -145,19 +146,14 @@ def _plan(asked: _Asked) -> _Plan:
     return candidate, _kernels(asked.request.card)
 
 
-def _cell(job: AtlasJob, request: FitRequest, card: str, option: TrainingOption) -> Cell:
+def _cell(model: str, card: str, request: FitRequest, option: TrainingOption, *, is_planned: bool) -> Cell:
     return Cell(
-        model=job.model, card=card, seq_len=request.seq_len, level=option.name, verdict=_verdict(request, option),
+        model=model, card=card, seq_len=request.seq_len, level=option.name, verdict=verdict_of(request, option),
         device_mib=round(option.device_bytes / MIB), host_mib=round(option.host_bytes / MIB),
         disk_mib=round(option.disk_bytes / MIB), tokens_per_s=round(option.tokens_per_s or 0) if option.fits else 0,
         offload=option.candidate.arrangement.offload, micro_batch_size=option.candidate.micro_batch_size,
-        is_planned=request.seq_len in job.planned,
+        is_planned=is_planned,
     )  # fmt: skip
-
-
-def _verdict(request: FitRequest, option: TrainingOption) -> FitVerdict:
-    is_within = option.device_bytes <= request.card.memory_bytes and option.host_bytes <= request.rank_host.tensor_bytes
-    return FitVerdict.FITS if option.fits else FitVerdict.BARELY if is_within else FitVerdict.NO
 
 
 def _resident_bytes(request: FitRequest, level: Numerics) -> float:
@@ -262,12 +258,7 @@ def answer_of_command(job: CheckJob) -> Cell:
     arguments = FitArguments(model=cell.model, card=cell.card, host_memory=job.host_memory, seq=cell.seq_len)
     report = fit_command(arguments, methods=[cell.level], confirm=job.in_full or cell.is_planned)
     (option,) = report.options
-    return replace(
-        cell, verdict=report.verdict(option), device_mib=round(option.device_bytes / MIB),
-        host_mib=round(option.host_bytes / MIB), disk_mib=round(option.disk_bytes / MIB),
-        tokens_per_s=round(option.tokens_per_s or 0) if option.fits else 0,
-        offload=option.candidate.arrangement.offload, micro_batch_size=option.candidate.micro_batch_size,
-    )  # fmt: skip
+    return _cell(cell.model, cell.card, report.request, option, is_planned=cell.is_planned)
 
 
 def _start_check(job: CheckJob) -> Child[Cell]:
