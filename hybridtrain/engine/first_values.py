@@ -1,7 +1,7 @@
 """Initial values of all parameters, read from a source or random. P elements of a flat slice.
 
-Values are read slice by slice into their storage, so that no whole matrix is in memory twice. Only codes whose scales
-depend on each other need whole matrices.
+Values are read or drawn slice by slice into their storage, so that no whole matrix is in memory twice. Only codes whose
+scales depend on each other need whole matrices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ from hybridtrain.optim.optimizer import Optimizer, Role
 from hybridtrain.virtual_gpu.account.observer import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
-_READ_ELEMENTS = 1 << 21
-"""Elements read from a source at a time: each slice is copied as stored and as float32."""
+_SLICE_ELEMENTS = 1 << 21
+"""Elements read or drawn at a time, as float32."""
 
 
 @dataclass(slots=True)
@@ -66,8 +66,10 @@ class FirstValues:
     def _write_trained(self, unit: str, name: str, parameter: nn.Parameter, weight: StoredWeight, number: int) -> None:
         specs = self.optimizer.state(Role(tuple(parameter.shape), in_block=block_number(unit) >= 0))
         reads = self.source is not None and not is_adapter(name)
-        if reads and not self.states.formats.of(weight).needs_whole:
-            self.states.initialize_slices(unit, parameter, self._read(name, parameter), weight, specs)
+        is_drawn_in_place = not reads and weight[0].dtype == torch.float32 and len(weight) == 1
+        if not (self.states.formats.of(weight).needs_whole or is_adapter(name) or is_drawn_in_place):
+            values = self._read(name, parameter) if reads else self._drawn(name, parameter, number)
+            self.states.initialize_slices(unit, parameter, values, weight, specs)
             return
         initial = weight[0]
         if initial.dtype != torch.float32 or len(weight) > 1:
@@ -78,27 +80,32 @@ class FirstValues:
     def _write_frozen(self, unit: Unit, numbers: Mapping[str, int]) -> None:
         for (name, parameter), stored in zip(unit.frozen, self.weights.acquire_frozen(unit), strict=True):
             is_coded, target = len(stored) > 1, stored[0]
-            if is_coded or (self.source is None and target.dtype != torch.float32):
+            if is_coded:
                 target = torch.empty(parameter.shape, dtype=torch.float32, device=self.states.copies.device)
             self._fill(name, parameter, target, numbers[name], reads=self.source is not None)
             if is_coded:
                 assert self.weights.codes is not None, "several stored tensors without a code format"
                 self.weights.codes.encode(target.view(-1), stored)
-            elif target is not stored[0]:
-                stored[0].copy_(target)
         self.weights.write_back(unit.name, frozen=True)
 
     def _fill(self, name: str, parameter: nn.Parameter, values: Tensor, number: int, *, reads: bool) -> None:
-        if not reads:
+        if not reads and values.dtype == torch.float32:
             self._draw(name, values, number)
             return
-        for part, value_P in self._read(name, parameter):
+        for part, value_P in self._read(name, parameter) if reads else self._drawn(name, parameter, number):
             values.view(-1)[part].copy_(value_P)
 
     def _read(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[slice, Tensor]]:
         assert self.source is not None, "called without a weight source"
-        for part in parts(parameter.numel(), _READ_ELEMENTS):
+        for part in parts(parameter.numel(), _SLICE_ELEMENTS):
             yield part, self.source.read(name, part).to(self.states.copies.device, torch.float32)
+
+    def _drawn(self, name: str, parameter: nn.Parameter, number: int) -> Iterator[tuple[slice, Tensor]]:
+        generator = self._generator(number)
+        for part in parts(parameter.numel(), _SLICE_ELEMENTS):
+            value_P = torch.empty(part.stop - part.start, dtype=torch.float32, device=self.states.copies.device)
+            fill_initial(name, value_P, self.model.config, generator)
+            yield part, value_P
 
     def _draw(self, name: str, values: Tensor, number: int) -> None:
         if name.endswith("magnitude"):
@@ -108,8 +115,12 @@ class FirstValues:
             with widened(linear.weight):
                 values.copy_(torch.linalg.vector_norm(linear.weight.float(), dim=1))
             return
-        generator = self.states.copies.transfer.generator(random_key(self.seed, number))
+        generator = self._generator(number)
         if is_adapter(name):
             fill_adapter(name, values, generator)
-        else:
-            fill_initial(name, values, self.model.config, generator)
+            return
+        for part in parts(values.numel(), _SLICE_ELEMENTS):  # as _drawn: one seed, the same values in every format
+            fill_initial(name, values.view(-1)[part], self.model.config, generator)
+
+    def _generator(self, number: int) -> torch.Generator | None:
+        return self.states.copies.transfer.generator(random_key(self.seed, number))
