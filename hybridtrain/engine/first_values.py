@@ -1,7 +1,7 @@
 """Initial values of all parameters, read from a source or random. P elements of a flat slice.
 
-Values are read or drawn slice by slice into their storage, so that no whole matrix is in memory twice. Only codes whose
-scales depend on each other need whole matrices.
+Values are read slice by slice into their storage, and frozen ones drawn so, so that no whole matrix is in memory twice.
+Only codes whose scales depend on each other, and random values that are trained, need whole matrices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,10 +66,8 @@ class FirstValues:
     def _write_trained(self, unit: str, name: str, parameter: nn.Parameter, weight: StoredWeight, number: int) -> None:
         specs = self.optimizer.state(Role(tuple(parameter.shape), in_block=block_number(unit) >= 0))
         reads = self.source is not None and not is_adapter(name)
-        is_drawn_in_place = not reads and weight[0].dtype == torch.float32 and len(weight) == 1
-        if not (self.states.formats.of(weight).needs_whole or is_adapter(name) or is_drawn_in_place):
-            values = self._read(name, parameter) if reads else self._drawn(name, parameter, number)
-            self.states.initialize_slices(unit, parameter, values, weight, specs)
+        if reads and not self.states.formats.of(weight).needs_whole:
+            self.states.initialize_slices(unit, parameter, self._read(name, parameter), weight, specs)
             return
         initial = weight[0]
         if initial.dtype != torch.float32 or len(weight) > 1:
