@@ -146,6 +146,16 @@ def fit(
     return in_order([search.option(method, level) for method, level in precisions(methods)])
 
 
+def resident(
+    request: FitRequest, *, methods: Sequence[str] = METHODS, free_share: float = MARGIN_SHARE,
+    runs: ShortRuns | None = None,
+) -> TrainingOption | None:  # fmt: skip
+    """Return the fastest option with everything on the card; None: none fits. Arguments are those of ``fit``."""
+    search = _search(request, free_share, lambda _text: None, runs, False)
+    found = (option for method, level in precisions(methods) for option in search.resident(method, level))
+    return max(found, key=speed, default=None)
+
+
 def least(
     request: FitRequest,
     *,
@@ -323,6 +333,11 @@ class _Search:
             if found:  # those that offload least are first
                 return next(option for option in found if speed(option) >= ALIKE * max(map(speed, found)))
         return self._nearest(method, level, sum(tiers, ()))
+
+    def resident(self, method: Method, level: Numerics) -> Iterator[TrainingOption]:
+        """Yield the fastest option of one precision with everything on the card, if one fits."""
+        arrangements = (arrangement for tier in tiers_of(self.request, level) for arrangement in tier)
+        return self._found(method, level, [each for each in arrangements if each.is_resident])
 
     def least(self, method: Method, level: Numerics) -> TrainingOption:
         """Return the option of one precision that takes least of the card: micro-batches of 1, nothing kept."""

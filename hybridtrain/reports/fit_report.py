@@ -22,6 +22,7 @@ from hybridtrain.planning.fitting import (
     fit,
     in_order,
     least,
+    resident,
     smallest_first,
     verdict_of,
 )
@@ -62,6 +63,8 @@ class FitReport:
     """Each at its fastest."""
     smallest: tuple[TrainingOption, ...]
     """Each at the least memory of the card."""
+    resident: TrainingOption | None
+    """The fastest with everything on the card, where the others offload; None: none fits, or the fastest is one."""
     tokens: int
     """Of a data set."""
     free_percent: float
@@ -120,7 +123,8 @@ class FitReport:
             "free_percent": self.free_percent,
             "card_note": request.card.note,
             "tokens": self.tokens,
-            "ways": [self._row_mapping(option) for option in self.options],
+            "options": [self._row_mapping(option) for option in self.options],
+            "resident": self.resident and self._row_mapping(self.resident),
             "least": [self._row_mapping(option) for option in self.smallest],
             "fastest": fastest.name if fastest.fits else None,
             "least_memory": smallest.name if smallest.fits else None,
@@ -130,8 +134,8 @@ class FitReport:
     def _row_mapping(self, option: TrainingOption) -> dict[str, object]:
         candidate, note = option.candidate, (self.notes or {}).get(option.name)
         return {
-            "method": option.method, "numbers": option.name, "label": candidate.level.label,
-            "says": candidate.level.description, "fits": option.fits, "verdict": self.verdict(option).value,
+            "method": option.method, "precision": option.name, "label": candidate.level.label,
+            "description": candidate.level.description, "fits": option.fits, "verdict": self.verdict(option).value,
             "arrangement": candidate.arrangement.name, "offload": candidate.arrangement.offload,
             "micro_batch_size": candidate.micro_batch_size,
             "num_micro_batches": candidate.num_micro_batches, "kept_blocks": candidate.keep_last,
@@ -171,6 +175,8 @@ class FitReport:
         answers = [("Fits. Fastest", fastest), ("Least card memory", smallest)]
         if best is not None and best is not fastest:
             answers.insert(1, (f"Within {1 - AS_FAST:.0%} of it, and more exact", best))
+        if self.resident is not None:
+            answers.insert(-1, ("Without offload", self.resident))
         found = []
         for head, option in (answer for answer in answers if answer[1].fits):
             lines = [f"{head}: {told}." for told in self._told(option)]
@@ -359,6 +365,12 @@ def fit_command(
         options = in_order(_confirmed(request, options, runs, free, say))
         count = len(smallest) if shows_least else _MOST_CONFIRMED
         smallest = smallest_first([*_confirmed(request, smallest[:count], None, free, say), *smallest[count:]])
+    on_card = None
+    if not any(option.candidate.arrangement.is_resident for option in (options[0], smallest[0])):
+        on_card = resident(request, methods=chosen, free_share=free, runs=runs)
+    if confirm and on_card is not None:
+        on_card = next(option for option in _confirmed(request, [on_card], None, free, say))
+        on_card = on_card if on_card.fits else None
     written = smallest if shows_least else options
     if write is not None:
         write_files(write, str(arguments.model), request, [option for option in written if option.fits], tokens)
@@ -367,7 +379,8 @@ def fit_command(
     if (results / "records" / "studies").is_dir():
         notes = harness().quality_notes([option.candidate for option in options], scenarios, results)
     return FitReport(
-        request=request, arguments=arguments, options=options, smallest=smallest, tokens=tokens,
+        request=request, arguments=arguments, options=options, smallest=smallest,
+        resident=on_card, tokens=tokens,
         free_percent=PERCENT * free, folder=write, notes=notes, shows_least=shows_least, explains=explains,
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ class SolveReport:
             "solve": self.quantity,
             "solutions": [
                 {
-                    "method": each.method, "numbers": each.level.name, "label": each.level.label,
+                    "method": each.method, "precision": each.level.name, "label": each.level.label,
                     "resident": self._mapping(each.resident), "offloaded": self._mapping(each.offloaded),
                 }
                 for each in self.solved

@@ -15,9 +15,9 @@ from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import compose
 from hybridtrain.planning.candidates import ARRANGEMENTS, LEVELS, Candidate
-from hybridtrain.planning.fitting import levels_of
+from hybridtrain.planning.fitting import levels_of, speed
 from hybridtrain.reports.fit_arguments import FitArguments
-from hybridtrain.reports.fit_report import fit_command
+from hybridtrain.reports.fit_report import FitReport, fit_command
 from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.scenario_files import ScenarioFiles
@@ -41,17 +41,17 @@ def arguments(tmp_path: Path) -> list[str]:
 def test_the_files_of_every_way_are_read_back(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "ways"
+    folder = tmp_path / "options"
     assert main([*arguments, "--tokens", "5000", "--method", "lora,qlora", "--json", "--write", str(folder)]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["seq_len"] == MODEL.max_seq_len
-    assert [option["method"] for option in answer["ways"]]
-    first = next(option for option in answer["ways"] if option["numbers"] == answer["recommended"])
+    assert [option["method"] for option in answer["options"]]
+    first = next(option for option in answer["options"] if option["precision"] == answer["recommended"])
     assert first["evidence"]["memory"] == "planned"
     assert first["hours"] == pytest.approx(answer["tokens"] / first["tokens_per_s"] / 3600)
-    for option in answer["ways"]:
-        file = load_config(folder / f"train-{option['numbers']}.toml")
-        stack = ScenarioFiles(Path("scenarios")).stack(str(folder / f"{option['numbers']}.toml"))
+    for option in answer["options"]:
+        file = load_config(folder / f"train-{option['precision']}.toml")
+        stack = ScenarioFiles(Path("scenarios")).stack(str(folder / f"{option['precision']}.toml"))
         assert file.optimizations == stack.optimizations
         assert file.workload.batch_size == 2
         assert file.model.resolve() == MODEL
@@ -61,14 +61,14 @@ def test_the_files_of_every_way_are_read_back(
 def test_several_cards_are_asked_for_by_number_and_link(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    several = [*arguments, "--world", "2", "--link", "nvlink", "--write", str(tmp_path / "ways")]
+    several = [*arguments, "--world", "2", "--link", "nvlink", "--write", str(tmp_path / "options")]
     assert main([*several, "--method", "full", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["world"], answer["link"], answer["tokens_per_step"]) == (2, "nvlink", 256)
-    for option in answer["ways"]:
+    for option in answer["options"]:
         assert option["command"].startswith("torchrun --nproc-per-node 2 -m hybridtrain train ")
         assert option["micro_batch_size"] * option["num_micro_batches"] == 1  # of two sequences each card has one
-        file = load_config(tmp_path / "ways" / f"train-{option['numbers']}.toml")
+        file = load_config(tmp_path / "options" / f"train-{option['precision']}.toml")
         assert file.workload.batch_size == 2
         assert compose(file.optimizations).for_phase(Phase.FULL).grad_accum_steps == 2
     assert main([*several, "--method", "lora", "--quick"]) == 0
@@ -109,12 +109,25 @@ def test_the_smallest_of_each_method_are_shown_by_memory(
     answer = json.loads(capsys.readouterr().out)
     sizes = [option["device_used_bytes"] for option in answer["least"]]
     assert sizes == sorted(sizes)
-    assert len(sizes) == len(answer["ways"])
-    assert answer["least_memory"] == answer["least"][0]["numbers"]
-    assert answer["fastest"] == answer["ways"][0]["numbers"]
+    assert len(sizes) == len(answer["options"])
+    assert answer["least_memory"] == answer["least"][0]["precision"]
+    assert answer["fastest"] == answer["options"][0]["precision"]
     assert "planned" in [option["evidence"]["memory"] for option in answer["least"]]
     for option in answer["least"]:
         assert (option["micro_batch_size"], option["kept_blocks"]) == (1, 0)
+
+
+def test_where_the_fastest_offloads_the_fastest_without_offload_is_told() -> None:
+    def asked(card: str) -> FitReport:
+        return fit_command(FitArguments(model="gpt2-large", card=card), methods=["lora"], confirm=False)
+
+    narrow, wide = asked("rtx-3050-laptop-4gb"), asked("rtx-4090")
+    assert narrow.resident is not None
+    assert not narrow.options[0].candidate.arrangement.is_resident
+    assert speed(narrow.resident) < speed(narrow.options[0])
+    assert narrow.as_text().splitlines()[1].startswith("Without offload: LoRA, bf16: ~3.")
+    assert wide.resident is None
+    assert wide.options[0].candidate.arrangement.is_resident
 
 
 def test_a_way_that_only_the_margin_has_no_room_for_fits_barely(
@@ -128,7 +141,7 @@ def test_a_way_that_only_the_margin_has_no_room_for_fits_barely(
             "tflops_fp32 = 5.0\nmemory_gbps = 200.0\npcie_gbps = 16.0\ncontext_mib = 64\n"
         )
         code = main([*arguments, "--card", str(card), "--method", "lora", "--quick", "--json", *options])
-        return json.loads(capsys.readouterr().out)["ways"], code
+        return json.loads(capsys.readouterr().out)["options"], code
 
     smallest = options(66)[0][0]
     assert (smallest["fits"], smallest["verdict"]) == (False, "does not fit")
@@ -224,7 +237,7 @@ def test_a_solution_names_its_value_and_its_limit(
     assert main([*asked, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["solve"] == quantity
-    assert {each["numbers"] for each in answer["solutions"]} == {"lora", "qlora"}
+    assert {each["precision"] for each in answer["solutions"]} == {"lora", "qlora"}
     for each in answer["solutions"]:
         found = each["resident"]
         assert found["evidence"]["memory"] == "planned"
