@@ -80,6 +80,11 @@ class RecordError(HybridTrainError):
     """A record file is damaged or of another schema."""
 
 
+_MOST_LISTED = 24
+_LISTS = {"model": "models", "model of the atlas": "models", "card": "cards", "stack": "stacks"}
+"""Kinds of ``hybridtrain list`` by what a message calls a name."""
+
+
 def near_name(name: str, allowed: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the nearest allowed name, or an empty string."""
     found = get_close_matches(name, list(allowed), n=1, cutoff=0.5)
@@ -87,9 +92,12 @@ def near_name(name: str, allowed: Iterable[str]) -> str:
 
 
 def unknown_name(what: str, name: str, allowed: Iterable[str]) -> str:
-    """Return the sentence for a name that is not in a registry."""
+    """Return the sentence for a name that is not in a registry; of many names it lists the command that tells them."""
     names = sorted(allowed)
-    return f"{what} '{name}' is unknown{near_name(name, names) or '.'} Known: {', '.join(names)}."
+    known = f"Known: {', '.join(names)}."
+    if len(names) > _MOST_LISTED and what in _LISTS:
+        known = f"`hybridtrain list {_LISTS[what]}` names the {len(names)} known ones."
+    return f"{what} '{name}' is unknown{near_name(name, names) or '.'} {known}"
 
 
 def reasons(error: BaseException | None) -> Iterator[BaseException]:

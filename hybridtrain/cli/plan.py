@@ -213,7 +213,7 @@ def fit(
     seq: Count | None = None,
     tokens_per_step: Count | None = None,
     tokens: Count = 100_000_000,
-    method: Names = ("full", "lora", "qlora"),
+    method: Names = (),
     margin: float | None = None,
     world: Count = 1,
     link: Link = "pcie",
@@ -235,6 +235,7 @@ def fit(
         tokens_per_step: Tokens per optimizer step; default: 131072, rounded to whole sequences.
         tokens: Tokens in the data set; for the hours.
         method: full (at each level of exactness, or the name of one), lora, qlora; with commas between them.
+            Default: all; with --solve full training at its most exact and at its smallest, lora, qlora.
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
         world: Number of cards; optimizer state is sharded among them if the optimizer allows it (ZeRO).
         solve: Find the largest micro-batch (batch), the longest sequence (seq), the smallest card of the catalogue
@@ -244,10 +245,11 @@ def fit(
         explain: Show what each figure rests on too: evidence, bottleneck, checkpoint, quality in full.
         write: Folder for a stack file and a training file of every option that fits.
     """
+    from hybridtrain.planning.fitting import METHODS
     from hybridtrain.reports.fit_arguments import FitArguments
     from hybridtrain.reports.fit_report import fit_command
     from hybridtrain.reports.fit_text import WIDEST
-    from hybridtrain.reports.solve_report import solve_command
+    from hybridtrain.reports.solve_report import SOLVED_METHODS, solve_command
 
     arguments = FitArguments(
         model=model,
@@ -265,12 +267,12 @@ def fit(
     if solve is not None:
         unused = {"--least": least, "--write": write is not None}
         solved = solve_command(
-            arguments, solve, methods=method, margin=margin, confirm=not quick, say=say,
+            arguments, solve, methods=method or SOLVED_METHODS, margin=margin, confirm=not quick, say=say,
             unused=[name for name, is_given in unused.items() if is_given],
         )  # fmt: skip
         return Answer(text=solved.as_text(width), content=solved.as_mapping(), code=0 if solved.fits else 1)
     report = fit_command(
-        arguments, tokens=tokens, methods=method, margin=margin, confirm=not quick, write=write, say=say,
+        arguments, tokens=tokens, methods=method or METHODS, margin=margin, confirm=not quick, write=write, say=say,
         scenarios=common.scenarios, results=common.results, shows_least=least, explains=explain,
     )  # fmt: skip
     return Answer(text=report.as_text(width), content=report.as_mapping(), code=0 if report.fits else 1)

@@ -53,7 +53,8 @@ def parse_host(memory: str) -> Host:
     try:
         return Host(memory_gib=size / GIB)
     except ValueError as error:
-        raise ConfigError("--host-memory", str(error).splitlines()) from error
+        faults = [line.removeprefix("memory_gib: ").replace(" (reserved_gib)", "") for line in str(error).splitlines()]
+        raise ConfigError("--host-memory", faults) from error
 
 
 def whole_sequences(num_tokens: int, seq_len: int) -> int:

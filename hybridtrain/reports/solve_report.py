@@ -6,7 +6,6 @@ from textwrap import wrap
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.planning.candidates import FitRequest
-from hybridtrain.planning.fitting import METHODS
 from hybridtrain.planning.solving import Quantity, Solution, Solved, seq_step, solve
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.fit_arguments import FitArguments
@@ -24,6 +23,8 @@ _RULES: dict[Quantity, str] = {
     "card": "All cards of the catalogue, micro-batches of 1",
     "host": "Whole GiB for tensors, micro-batches of 1",
 }
+SOLVED_METHODS = ("exact", "int8-factored", "lora", "qlora")
+"""What is solved for by default: full training at its most exact and at its smallest, and adapters."""
 _ANY_CARD = "rtx-4090"
 """In a request whose card is sought."""
 
@@ -142,7 +143,8 @@ class SolveReport:
         for each in self.solved:
             if each.best is not None:
                 by_limit.setdefault(_limits_told(each.best), []).append(each.level.label)
-        lines = ["Limit, and who holds most at the next value:"]
+        beyond = "on the next smaller card" if self.quantity == "card" else "at the next value"
+        lines = [f"Limit, and who holds most {beyond}:"]
         for limits, labels in by_limit.items():
             head = "all" if len(by_limit) == 1 else "; ".join(labels)
             told = [f"  {head}: {limit}" for limit in limits]
@@ -178,8 +180,8 @@ def _limits_told(solution: Solution) -> tuple[str, ...]:
 
 
 def solve_command(
-    arguments: FitArguments, quantity: Quantity, *, methods: Sequence[str] = METHODS, margin: float | None = None,
-    confirm: bool = True, say: Callable[[str], None] = lambda _line: None, unused: Sequence[str] = (),
+    arguments: FitArguments, quantity: Quantity, *, methods: Sequence[str] = SOLVED_METHODS,
+    margin: float | None = None, confirm: bool = True, say: Callable[[str], None] = lambda _line: None, unused: Sequence[str] = (),
 ) -> SolveReport:  # fmt: skip
     """Solve for a quantity; ``confirm`` by full dry runs. ``unused`` names other options that were given in vain.
 

@@ -304,7 +304,10 @@ class Host:
         amounts = ("memory_gib", "memory_gbps", "disk_gib", "disk_gbps")
         faults = figure_faults(self, above_0=amounts, at_least_0=("reserved_gib",))
         if self.memory_gib is not None and self.memory_gib <= self.reserved_gib:
-            faults.append(f"memory_gib: {self.memory_gib} must be above reserved_gib ({self.reserved_gib})")
+            faults.append(
+                f"memory_gib: {self.memory_gib:g} GiB must be above the {self.reserved_gib:g} GiB (reserved_gib) that "
+                "system and process take"
+            )
         raise_faults(faults)
 
     def shared(self, ranks: int) -> "Host":

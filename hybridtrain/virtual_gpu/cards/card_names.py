@@ -29,15 +29,16 @@ def unknown_card(name: str, catalogue: Mapping[str, tuple[str, int]]) -> str:
         name: As asked for.
         catalogue: Name and MiB that nvidia-smi reports, by short name.
     """
+    known = f"`hybridtrain list cards` names the {len(catalogue)} known ones."
     own = "Your own card: a .toml file with its figures."
     if alike := _alike(name, catalogue):
         quoted = " or ".join(f"'{known}'" for known in alike)
-        return f"card '{name}' is unknown; did you mean {quoted}? `hybridtrain list cards` shows all. {own}"
+        return f"card '{name}' is unknown; did you mean {quoted}? {known} {own}"
     plain = re.sub(r"[^a-z0-9]", "", re.sub(_WORDS, "", name.lower()))
     for beginning, reason in _OTHERS.items():
         if re.match(beginning, plain):
             return f"card '{name}': {reason}"
-    return f"card '{name}' is unknown. Known: {', '.join(sorted(catalogue))}. {own}"
+    return f"card '{name}' is unknown. {known} {own}"
 
 
 def _alike(name: str, catalogue: Mapping[str, tuple[str, int]]) -> list[str]:

@@ -91,7 +91,9 @@ def test_every_family_is_reached_by_a_preset() -> None:
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"model 'llama-7' is unknown; did you mean 'llama-7b'\? Known: falcon3"):
+    with pytest.raises(
+        ConfigError, match=r"model 'llama-7' is unknown; did you mean 'llama-7b'\? `hybridtrain list models`"
+    ):
         model_preset("llama-7")
     assert model_preset("gpt2-xl") is PRESETS["gpt2-xl"]
 

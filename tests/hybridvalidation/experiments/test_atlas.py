@@ -151,6 +151,7 @@ def test_an_interrupted_job_goes_on(
     record: AtlasRecord, job: AtlasJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = AtlasFile(
+            readme=(),
         host_memory="64GiB", lengths=(1024,), planned=(1024,), longest=(), levels=("qlora",), checks=1,
         models=(AtlasModel(name="gpt2-small", title="A"), AtlasModel(name="gpt2-medium", title="B")),
     )  # fmt: skip
@@ -178,7 +179,14 @@ def test_faults_of_the_file_are_all_told() -> None:
     model = AtlasModel(name="gpt3", title="-")
     with pytest.raises(ValueError, match="gpt3") as raised:
         AtlasFile(
-            host_memory="1GiB", lengths=(0,), planned=(), longest=(), levels=("exakt",), checks=0, models=(model, model)
+            readme=(),
+            host_memory="1GiB",
+            lengths=(0,),
+            planned=(),
+            longest=(),
+            levels=("exakt",),
+            checks=0,
+            models=(model, model),
         )
     told = str(raised.value)
     assert "models: 'gpt3' is there twice; drop one" in told

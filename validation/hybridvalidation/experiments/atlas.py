@@ -56,6 +56,8 @@ class AtlasFile:
     """Precisions, by their names in ``fit``."""
     checks: int
     """Planned cells, and as many extrapolated ones, that are run with every block again."""
+    readme: tuple[str, ...]
+    """Cells that the README shows, as model/card/precision."""
     models: tuple[AtlasModel, ...]
 
     def __post_init__(self) -> None:
@@ -65,6 +67,7 @@ class AtlasFile:
             *(f"models: {unknown_name('model', name, PRESETS)}" for name in names if name not in PRESETS),
             *(f"levels: {unknown_name('precision', name, LABELS)}" for name in self.levels if name not in LABELS),
             *below_least(self, ["checks"]),
+            *(f"readme: '{place}' must be as model/card/precision" for place in self.readme if place.count("/") != 2),
             *(f"lengths: {length} must be at least 1" for length in self.lengths if length < 1),
         ])  # fmt: skip
 

@@ -63,9 +63,23 @@ class Figures(Results):
             "outcomes": lambda: f"{sum(row.error == 0 for row in answers)} of {len(answers)}",
         })  # fmt: skip
 
-    def speed_error(self) -> str:
-        """Return the mean absolute error of estimated speeds on cards that the model was not calibrated on."""
-        return f"{100 * TIME_ERROR:.0f} %"
+    def trust(self) -> str:
+        """Return a sentence each on how far memory, speed and quality are to be trusted."""
+        rows = {
+            "Memory": (
+                f"{self.recorded('count')} peaks measured on CUDA by others: median error {self.recorded('median')}",
+                "each", "results/tables/recorded.md",
+            ),
+            "Speed": (
+                f"estimated, off by {100 * TIME_ERROR:.0f} % on average on cards that it was not fitted to",
+                "runs", "results/time-model.md",
+            ),
+            "Quality": (
+                f"tested on models of {self.ladder('0.25m', 'size')} parameters only",
+                "table", "results/tables/study-quality-ladder.md",
+            ),
+        }  # fmt: skip
+        return "\n".join(f"- **{head}**: {told} ([{name}]({page}))." for head, (told, name, page) in rows.items())
 
     def held(self, word: str) -> str:
         """Return of the stated figures how many there are (``all``), hold, or hold without a remark (``plainly``)."""
@@ -162,18 +176,15 @@ class Figures(Results):
         """Return the first lines of the same."""
         return training_options(model, card, is_short=True)
 
-    def cells(self, *places: str) -> str:
-        """Return cells of the atlas, each named as model/card/precision."""
+    def cells(self) -> str:
+        """Return the cells of the atlas that the README shows, in short lines, and the size of the atlas."""
         assert self.atlas is not None, "the atlas is committed"
-        return cells_table(self.atlas, [place.split("/") for place in places], MARKDOWN)
-
-    def atlas_size(self, word: str) -> str:
-        """Return how many ``models`` or ``cards`` the atlas has."""
-        assert self.atlas is not None, "the atlas is committed"
+        shown = cells_table(self.atlas, [place.split("/") for place in self.atlas.file.readme], MARKDOWN)
         records = self.atlas.records.values()
-        return _chosen(word, {
-            "models": lambda: str(len(records)), "cards": lambda: str(max(len(record.cards) for record in records)),
-        })  # fmt: skip
+        size = f"{len(records)} models on {max(len(record.cards) for record in records)} cards"
+        return (
+            f"{re.sub('-{3,}', '---', re.sub(' {2,}', ' ', shown))}\n\nThe [atlas](results/tables/atlas.md) has {size}."
+        )
 
     @cached_property
     def _judged(self) -> list[Verdict]:
@@ -202,7 +213,7 @@ def filled(text: str, figures: Figures, source: str, *, plans: bool = True) -> s
             told = str(getattr(figures, name)(*words))
         except TypeError as error:
             raise ConfigError(source, [f"<!--figure {found[1]}-->: {error}; give the words that it takes"]) from error
-        lines = "\n\n" if found[2].startswith("\n") else ""
+        lines = next((ends for ends in ("\n\n", "\n") if found[2].startswith(ends)), "")
         if not lines and not text[text.rfind("\n", 0, found.start()) + 1 : found.start()].strip():
             fault = "begins a line, which Markdown takes for HTML to its end; put a word before it"
             raise ConfigError(source, [f"<!--figure {found[1]}-->: {fault}"])

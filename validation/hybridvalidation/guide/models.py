@@ -9,7 +9,7 @@ from hybridtrain.virtual_gpu.cards.card import FitVerdict
 from hybridvalidation.show.results import Results
 from hybridvalidation.study.quality import short_verdict
 
-_WIDTH, _SHORT = 118, 12
+_WIDTH, _SHORT = 118, 9
 """Columns of an answer; lines of a short one."""
 _ABOUT_OTHERS = {"hybrid", "techniques"}
 """Scenarios that compare ways, not models on cards."""
