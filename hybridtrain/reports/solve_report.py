@@ -181,7 +181,8 @@ def _limits_told(solution: Solution) -> tuple[str, ...]:
 
 def solve_command(
     arguments: FitArguments, quantity: Quantity, *, methods: Sequence[str] = SOLVED_METHODS,
-    margin: float | None = None, confirm: bool = True, say: Callable[[str], None] = lambda _line: None, unused: Sequence[str] = (),
+    margin: float | None = None, confirm: bool = True, say: Callable[[str], None] = lambda _line: None,
+    unused: Sequence[str] = (),
 ) -> SolveReport:  # fmt: skip
     """Solve for a quantity; ``confirm`` by full dry runs. ``unused`` names other options that were given in vain.
 
