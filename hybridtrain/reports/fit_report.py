@@ -38,6 +38,7 @@ from hybridtrain.virtual_gpu.cards.card import CardLimit, FitVerdict
 
 _MOST_CONFIRMED = 2
 """Full dry runs of the smallest options where their table is not shown."""
+_FLOAT16 = 'These rows compute in bfloat16: a training file may set compute_dtype = "float16".'
 _LEGEND = """\
 name: of the precision, in files and JSON. bottleneck: what most of a step's time goes to. kept blocks: those that keep
 their activations, the others recompute them. checkpoint: arithmetic; a run keeps two, writes a third, and keeps one per
@@ -263,7 +264,7 @@ class FitReport:
         lines = [
             rule,
             f"{asked}; {cards}{short_name(request.card)}: {memory}; host: {host}.",
-            *([request.card.note] if CardLimit.BFLOAT16 in request.card.limits else []),
+            *([f"{request.card.note}. {_FLOAT16}"] if CardLimit.BFLOAT16 in request.card.limits else []),
             f"~: extrapolated, else planned. Speeds: estimated, {errors}.",
         ]
         best = best_option(self.options)
