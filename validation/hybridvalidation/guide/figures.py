@@ -71,7 +71,7 @@ class Figures(Results):
                 "each", "results/tables/recorded.md",
             ),
             "Speed": (
-                f"estimated; off by {100 * TIME_ERROR:.0f} % on cards left out of the fit, by more on other software",
+                f"estimated; off by {100 * TIME_ERROR:.0f} % on cards left out of the fit, more on other software",
                 "runs", "results/time-model.md",
             ),
             "Quality": (
@@ -183,7 +183,7 @@ class Figures(Results):
         records = self.atlas.records.values()
         size = f"{len(records)} models on {max(len(record.cards) for record in records)} cards"
         return (
-            f"{re.sub('-{3,}', '---', re.sub(' {2,}', ' ', shown))}\n\nThe [atlas](results/tables/atlas.md) has {size}."
+            f"{re.sub('-{3,}', '---', re.sub(r' +(?= |\|$)', '', shown, flags=re.MULTILINE))}\n\nThe [atlas](results/tables/atlas.md) has {size}."
         )
 
     @cached_property
