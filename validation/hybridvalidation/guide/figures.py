@@ -180,11 +180,10 @@ class Figures(Results):
         """Return the cells of the atlas that the README shows, in short lines, and the size of the atlas."""
         assert self.atlas is not None, "the atlas is committed"
         shown = cells_table(self.atlas, [place.split("/") for place in self.atlas.file.readme], MARKDOWN)
+        narrow = re.sub("-{3,}", "---", re.sub(r" +(?= |\|$)", "", shown, flags=re.MULTILINE))
         records = self.atlas.records.values()
         size = f"{len(records)} models on {max(len(record.cards) for record in records)} cards"
-        return (
-            f"{re.sub('-{3,}', '---', re.sub(r' +(?= |\|$)', '', shown, flags=re.MULTILINE))}\n\nThe [atlas](results/tables/atlas.md) has {size}."
-        )
+        return f"{narrow}\n\nThe [atlas](results/tables/atlas.md) has {size}."
 
     @cached_property
     def _judged(self) -> list[Verdict]:
