@@ -70,7 +70,8 @@ def guide(
 def doctor(*, log: Annotated[Path | None, Parameter(name="--from")] = None, common: Common = COMMON) -> Answer:
     """Check this machine, or diagnose a log: what went wrong, why, and what to do.
 
-    Exit code 1 when something installed does not work, or a log holds neither a known trouble nor any figures.
+    Exit code 1 when something installed does not work, or a log holds an unknown error, or neither a known trouble nor
+    any figures.
 
     Example: hybridtrain doctor --from run/log.jsonl
 
@@ -120,12 +121,14 @@ def doctor(*, log: Annotated[Path | None, Parameter(name="--from")] = None, comm
 
 
 def _diagnose(log: Path) -> Answer:
-    from hybridtrain.diagnoses import counted, diagnose, diagnosis_text, read_log
+    from hybridtrain.diagnoses import counted, diagnose, diagnosis_text, last_error, read_log
 
     text = read_log(log)
     found, read = diagnose(text), counted(text)
+    error = "" if found else last_error(text)
     content = {
         "log": log.as_posix(), "losses": read[0], "speeds": read[1],
-        "troubles": [answer.as_mapping() for answer in found],
+        "troubles": [answer.as_mapping() for answer in found], "unknown_error": error or None,
     }  # fmt: skip
-    return Answer(text=diagnosis_text(found, log, read), content=content, code=0 if found or any(read) else 1)
+    code = 0 if found or (any(read) and not error) else 1
+    return Answer(text=diagnosis_text(found, log, read, error), content=content, code=code)

@@ -32,6 +32,10 @@ _CONTEXT: Final = re.compile(r"(?:\[[^\]]*\]:?|\([^)]*\))?[\s\u2502]*\d+[\s\u250
 _CLOSURE: Final = re.compile(r"\bclosure\(\)|\bin closure\b")
 """Frames outside of a closure belong to the optimizer that calls it."""
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_ERROR: Final = re.compile(
+    r"(?:\[rank\d+\]: ?|\([^)]*pid=\d+\) )?(?:\w{1,99}\.){0,9}[A-Z]\w{0,99}(?:Error|Exception)\b(?::|$)"
+)
+"""The last line of a traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +80,17 @@ def diagnose(log: str) -> list[Answer]:
     return list(islice(_Log(log).answers(), _MOST_ANSWERS))
 
 
-def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] = (0, 0)) -> str:
-    """Format the diagnoses, the first in full; ``read``: numbers of losses and speeds."""
+def last_error(log: str) -> str:
+    """Return the last Python exception of a log, with its line number; "" where there is none."""
+    lines = _COLOURS.sub("", log).splitlines()
+    at = next((at for at in range(len(lines) - 1, -1, -1) if _ERROR.match(lines[at])), None)
+    return "" if at is None else f"line {at + 1} of the log: {lines[at][:_SHOWN]}"
+
+
+def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] = (0, 0), error: str = "") -> str:
+    """Format the diagnoses, the first in full; ``read``: numbers of losses and speeds; ``error``: the last one."""
+    if not answers and error:
+        return f"{path}: no known problem found, but an error that is not among the {len(troubles())} known:\n  {error}"
     if not answers and any(read):
         few = f"; fewer than {ENOUGH} steps show no trend" if max(read) < ENOUGH else ""
         return f"{path}: no problem found in {read[0]} losses and {read[1]} speeds, nor in any other line{few}"
@@ -92,7 +105,7 @@ def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] 
 
 def _paragraph(answer: Answer) -> str:
     trouble = answer.trouble
-    found = f"T{answer.found[1:]}" if answer.line is None else f"Line {answer.line}: {answer.found}"
+    found = f"T{answer.found[1:]}" if answer.line is None else f"Line {answer.line} of the log: {answer.found}"
     figures = [f"  Figures: {answer.figures}"] if answer.figures else []
     steps = [f"  {number}. {what}" for number, what in enumerate(trouble.do, 1)]
     examples = [name for name in _EXAMPLES if any(name in command for command in trouble.commands)]

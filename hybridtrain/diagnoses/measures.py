@@ -15,7 +15,7 @@ Measure = Callable[[str], Mapping[str, str] | None]
 
 _NUMBER = r"((?:nan|[-+]?inf(?:inity)?)\b|[-+]?\d[\d,]*+\.?\d*+(?:e[-+]?\d++)?)"
 """Possessive quantifiers, against backtracking over thousands of digits."""
-_LOSS: Final = re.compile(rf"""(?<![\w])(?:train[_ /]?)?loss['"]?\s*[:=]?\s*{_NUMBER}""", re.IGNORECASE)
+_LOSS: Final = re.compile(rf"""(?<![\w])(?:train[_ /]?)?loss(?:/train)?['"]?\s*[:=]?\s*['"]?{_NUMBER}""", re.IGNORECASE)
 _NULL_LOSS: Final = re.compile(r"""^(?!.*"phase"\s*:\s*"predict").*"loss"\s*:\s*null""")
 """Predicted steps in our own logs have no loss."""
 _SPEED: Final = re.compile(
@@ -29,7 +29,7 @@ _NO_STEPS: Final = re.compile(
     r"load|fetch|map|token|generat|filter|pack|sav|encod|convert|eval|valid|predict|test", re.IGNORECASE
 )
 """Progress bars of work other than training steps."""
-_GRADIENT: Final = re.compile(rf"""(?<![\w])grad(?:ient)?[_ ]?norm['"]?\s*[:=]?\s*{_NUMBER}""", re.IGNORECASE)
+_GRADIENT: Final = re.compile(rf"""(?<![\w])grad(?:ient)?[_ ]?norm['"]?\s*[:=]?\s*['"]?{_NUMBER}""", re.IGNORECASE)
 _SUMMARY: Final = re.compile(r"^.*['\"]train_runtime['\"].*$", re.MULTILINE)
 """Summary of a whole run: transformers reports the mean loss as train_loss."""
 _REWARDS: Final = re.compile(r"""['"](?:rewards?\b|(?:objective/)?kl['"])""")

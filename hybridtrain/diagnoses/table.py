@@ -10,7 +10,7 @@ from typing import Literal
 from hybridtrain.config.decode import decode
 from hybridtrain.diagnoses.measures import MEASURES
 
-Topic = Literal["Out of memory", "Slow", "Accuracy", "Profiler silent"]
+Topic = Literal["Out of memory", "Crash", "Slow", "Accuracy", "Profiler silent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

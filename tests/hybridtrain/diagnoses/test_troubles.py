@@ -4,7 +4,6 @@ import json
 import math
 import re
 import time
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridtrain.cli.main import main
-from hybridtrain.diagnoses import diagnose, read_log, troubles, troubles_page
+from hybridtrain.diagnoses import diagnose, last_error, read_log, troubles, troubles_page
 from hybridtrain.diagnoses.allocation import failed_allocation
 from hybridtrain.diagnoses.diagnosis import plain_part
 from hybridtrain.errors import ConfigError
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
 
-PASTED = tomllib.loads(Path(__file__).with_name("logs.toml").read_text(encoding="utf-8"))["log"]
-"""Of others' programs."""
+
+def pasted(name: str) -> list[tuple[str, str, str]]:
+    """Return the logs of a file, each as its likely cause ("healthy": none), its remark and its text.
+
+    Words and figures are made up, in the shapes that torch, transformers, DeepSpeed, torchrun, bash and others print.
+    """
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    parts = re.split(r"^=== ([\w-]+):? ?(.*)\n", text, flags=re.MULTILINE)
+    return list(zip(parts[1::3], parts[2::3], parts[3::3], strict=True))
+
+
+RUNS = pasted("runs.txt")
+PASTED = pasted("logs.txt") + RUNS
 
 
 def ours(losses: list[float], speeds: list[float] | None = None) -> str:
@@ -58,6 +68,10 @@ NOT_IN_A_LOG = {"worse-than-exact"}
 """What a user notices, and no log shows."""
 
 
+def text_of(cause: str) -> str:
+    return next(text for first, _, text in PASTED if first == cause)
+
+
 def names(log: str) -> list[str]:
     return [answer.trouble.name for answer in diagnose(log)]
 
@@ -70,22 +84,21 @@ def test_a_log_says_what_is_wrong(name: str) -> None:
 
 
 def test_every_trouble_has_a_log_here() -> None:
-    pasted = {log["first"] for log in PASTED if "first" in log}
-    assert {trouble.name for trouble in troubles()} == {*LOGS, *pasted} | NOT_IN_A_LOG
+    shown = {first for first, _, _ in PASTED} - {"healthy"}
+    assert {trouble.name for trouble in troubles()} == {*LOGS, *shown} | NOT_IN_A_LOG
 
 
-@pytest.mark.parametrize("log", PASTED, ids=lambda log: log.get("first", "healthy"))
-def test_a_pasted_log_shows_its_likely_cause_first_and_a_healthy_one_none(log: dict[str, str]) -> None:
-    found = names(log["text"])
-    assert found[:1] == [log["first"]] if "first" in log else found == []
+@pytest.mark.parametrize(("first", "text"), [(first, text) for first, _, text in PASTED])
+def test_a_pasted_log_shows_its_likely_cause_first_and_a_healthy_one_none(first: str, text: str) -> None:
+    found = names(text)
+    assert (found == [] and not last_error(text)) if first == "healthy" else found[:1] == [first]
     assert len(found) <= 3
-    assert names(log["text"].replace("\n", "\r\n")) == found
-    assert names(f"\x1b[31m{log['text']}\x1b[0m") == found
+    assert names(text.replace("\n", "\r\n")) == found
+    assert names(f"\x1b[31m{text}\x1b[0m") == found
 
 
 def test_the_first_failure_counts_not_what_it_brought_about() -> None:
-    killed = next(log["text"] for log in PASTED if log.get("first") == "host-killed")
-    memory = next(log["text"] for log in PASTED if log.get("first") == "first-optimizer-step")
+    killed, memory = text_of("host-killed"), text_of("first-optimizer-step")
     assert names(memory + killed)[0] == "first-optimizer-step"
 
 
@@ -93,7 +106,7 @@ def test_what_a_sign_matches_has_its_plain_part() -> None:
     assert plain_part(r"^(?!.*a).*(?:x|y) out of memory(?!s?)\b") == " out of memory"
     assert plain_part(r"ab?c{2} Long[^)]er\.") == " long"
     assert plain_part("one|another") == ""
-    lines = [line for log in (*LOGS.values(), *(log["text"] for log in PASTED)) for line in log.splitlines()]
+    lines = [line for log in (*LOGS.values(), *(text for _, _, text in PASTED)) for line in log.splitlines()]
     for sign in (sign for trouble in troubles() for sign in trouble.signs):
         found = [line for line in lines if re.search(sign, line, re.IGNORECASE)]
         assert all(plain_part(sign) in line.lower() for line in found), sign
@@ -154,7 +167,7 @@ def test_other_trainers_losses_are_read_too() -> None:
 def test_the_likely_cause_is_told_with_figures_and_a_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "log").write_text(next(log["text"] for log in PASTED if log.get("first") == "later-step"))
+    (tmp_path / "log").write_text(text_of("later-step"))
     assert main(["doctor", "--from", str(tmp_path / "log")]) == 0
     first, other = capsys.readouterr().out.split("\n\n")
     assert first.startswith("Out of memory: later step. Many steps fitted before")
@@ -190,6 +203,12 @@ def test_the_command_reads_a_runs_folder_and_tells_codes(tmp_path: Path, capsys:
     (tmp_path / "log.jsonl").write_text(ours(FALLING))
     assert main(["doctor", "--from", str(tmp_path)]) == 0
     assert f"no problem found in {len(FALLING)} losses and {len(FALLING)} speeds" in capsys.readouterr().out
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write("\n[rank1]: app.data.BadRow: row 3 has no end\n[rank1]: app.data.RowError: row 3 has no end\n")
+    assert main(["doctor", "--from", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "no known problem found, but an error" in out
+    assert f"line {len(FALLING) + 2} of the log: [rank1]: app.data.RowError" in out
     sound = tmp_path / "sound.txt"
     sound.write_text("all is well")
     assert main(["doctor", "--from", str(sound)]) == 1
