@@ -202,7 +202,7 @@ class _Log:
         return None
 
     def _traceback(self, failure: int) -> Iterator[int]:
-        """Yield the lines of a failure's traceback, the innermost first; some programs print it after the message."""
+        """Yield the failure's line and its traceback, the innermost first; some programs print it after the message."""
         rank = _RANK.match(self.lines[failure])
         begin = max(0, failure - _LONGEST_TRACEBACK)
         prefix = rank[0] if rank else ""
@@ -210,7 +210,7 @@ class _Log:
         block = range(next((at for at in headers if self.lines[at].startswith(prefix)), begin), failure)
         if not any(_FRAME.search(self.lines[at]) for at in block):
             block = range(failure + 1, min(failure + _LONGEST_TRACEBACK, len(self.lines)))
-        for at in reversed(block):
+        for at in (failure, *reversed(block)):
             line = self.lines[at]
             if _CLOSURE.search(line):
                 return

@@ -15,7 +15,10 @@ Measure = Callable[[str], Mapping[str, str] | None]
 
 _NUMBER = r"((?:nan|[-+]?inf(?:inity)?)\b|[-+]?\d[\d,]*+\.?\d*+(?:e[-+]?\d++)?)"
 """Possessive quantifiers, against backtracking over thousands of digits."""
-_LOSS: Final = re.compile(rf"""(?<![\w])(?:train[_ /]?)?loss(?:/train)?['"]?\s*[:=]?\s*['"]?{_NUMBER}""", re.IGNORECASE)
+_LOSS: Final = re.compile(
+    rf"""(?<![\w])(?:(?:train(?:ing)?|avg|average|avr|mean|step|total|lm)[_ /]?)?loss(?:/train)?['"]?\s*[:=]?\s*['"]?{_NUMBER}""",
+    re.IGNORECASE,
+)
 _NULL_LOSS: Final = re.compile(r"""^(?!.*"phase"\s*:\s*"predict").*"loss"\s*:\s*null""")
 """Predicted steps in our own logs have no loss."""
 _SPEED: Final = re.compile(
@@ -35,6 +38,7 @@ _SUMMARY: Final = re.compile(r"^.*['\"]train_runtime['\"].*$", re.MULTILINE)
 _REWARDS: Final = re.compile(r"""['"](?:rewards?\b|(?:objective/)?kl['"])""")
 """Loggers of reinforcement and preference learning, whose losses need not fall."""
 _OUT_OF_MEMORY: Final = re.compile(r"out of memory", re.IGNORECASE)
+_ERROR: Final = re.compile(r"Traceback|\w(?:Error|Exception)\b")
 _PROFILE_HEADER: Final = "step,phase,"
 ENOUGH: Final = 12
 """Fewest steps for a trend."""
@@ -174,6 +178,8 @@ class _Bar(NamedTuple):
     done: int
     total: int
     speed: float
+    end: int
+    """Offset in the log."""
 
 
 def _bars(text: str) -> Iterator[_Bar]:
@@ -182,7 +188,7 @@ def _bars(text: str) -> Iterator[_Bar]:
         speed = _BAR_SPEED.search(found[3] or "")
         value = float(speed[1]) if speed else 0.0
         per_second = 1 / value if speed and value and speed[2] == "s/it" else value
-        yield _Bar(before[-1].strip(), int(found[1]), int(found[2]), per_second)
+        yield _Bar(before[-1].strip(), int(found[1]), int(found[2]), per_second, found.end())
 
 
 def _told(speed: float) -> str:
@@ -208,9 +214,9 @@ def steps_before_out_of_memory(text: str) -> Mapping[str, str] | None:
 
 
 def ends_while_loading(text: str) -> Mapping[str, str] | None:
-    """Find that a log ends within the progress bar of loading a model."""
+    """Find that a log ends within the progress bar of loading a model, with no Python error after it."""
     last = next(iter(deque(_bars(text), maxlen=1)), None)
-    if last is None or "loading" not in last.what.lower() or last.done >= last.total:
+    if last is None or "loading" not in last.what.lower() or last.done >= last.total or _ERROR.search(text, last.end):
         return None
     return {"loaded": f"{last.done} of {last.total}"}
 

@@ -25,7 +25,7 @@ def pasted(name: str) -> list[tuple[str, str, str]]:
     Words and figures are made up, in the shapes that torch, transformers, DeepSpeed, torchrun, bash and others print.
     """
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    parts = re.split(r"^=== ([\w-]+):? ?(.*)\n", text, flags=re.MULTILINE)
+    parts = re.split(r"^=== ([\w-]+)(.*)\n", text, flags=re.MULTILINE)
     return list(zip(parts[1::3], parts[2::3], parts[3::3], strict=True))
 
 
