@@ -32,6 +32,13 @@ _CONTEXT: Final = re.compile(r"(?:\[[^\]]*\]:?|\([^)]*\))?[\s\u2502]*\d+[\s\u250
 _CLOSURE: Final = re.compile(r"\bclosure\(\)|\bin closure\b")
 """Frames outside of a closure belong to the optimizer that calls it."""
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_HARMLESS: Final = re.compile(
+    r"\w+Warning\b|\bWARNING\b|\bINFO\b|\[[WI]\d|\bignor(?:ed|ing)\b|\bretry|try again|"
+    r"faulthandler|signals_to_handle|handlers? installed",
+    re.IGNORECASE,
+)
+"""Lines that do not tell of a crash."""
+_IGNORED: Final = "Exception ignored in"
 _ERROR: Final = re.compile(
     r"(?:\[rank\d+\]: ?|\([^)]*pid=\d+\) )?(?:\w{1,99}\.){0,9}[A-Z]\w{0,99}(?:Error|Exception)\b(?::|$)"
 )
@@ -83,8 +90,15 @@ def diagnose(log: str) -> list[Answer]:
 def last_error(log: str) -> str:
     """Return the last Python exception of a log, with its line number; "" where there is none."""
     lines = _COLOURS.sub("", log).splitlines()
-    at = next((at for at in range(len(lines) - 1, -1, -1) if _ERROR.match(lines[at])), None)
+    errors = (at for at in range(len(lines) - 1, -1, -1) if _ERROR.match(lines[at]))
+    at = next((at for at in errors if not _is_ignored(lines, at)), None)
     return "" if at is None else f"line {at + 1} of the log: {lines[at][:_SHOWN]}"
+
+
+def _is_ignored(lines: Sequence[str], at: int) -> bool:
+    """Whether Python only reported an exception, such as of a destructor."""
+    header = next((up for up in range(at, 0, -1) if _HEADER in lines[up]), 0)
+    return lines[header - 1].startswith(_IGNORED) if header else False
 
 
 def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] = (0, 0), error: str = "") -> str:
@@ -149,7 +163,7 @@ class _Log:
             return Answer(
                 trouble=trouble, line=None, found=f"the figures say: {told or trouble.name.replace('-', ' ')}"
             )
-        at = self._first(trouble.signs)
+        at = self._first(trouble.signs, skips_harmless=trouble.topic == "Crash")
         return None if at is None else self._answer(trouble, at)
 
     def _variant(self, trouble: Trouble) -> Answer | None:
@@ -182,19 +196,19 @@ class _Log:
             figures += [match[0] for match in deque(re.finditer(pattern, self.text), maxlen=1)]
         return Answer(trouble=trouble, line=at + 1, found=self.lines[at].strip()[:_SHOWN], figures="; ".join(figures))
 
-    def _first(self, signs: tuple[str, ...]) -> int | None:
+    def _first(self, signs: tuple[str, ...], *, skips_harmless: bool = False) -> int | None:
         for sign in signs:
             if sign not in self.places:
-                self.places[sign] = self._find(sign)
+                self.places[sign] = self._find(sign, skips_harmless=skips_harmless)
         return min((at for sign in signs if (at := self.places[sign]) is not None), default=None)
 
-    def _find(self, sign: str) -> int | None:
+    def _find(self, sign: str, *, skips_harmless: bool) -> int | None:
         """Search lines that have the sign's plain part, which is found much faster."""
         part, pattern = plain_part(sign), _any((sign,))
         line = begin = 0
         while (found := self.lower.find(part, begin)) >= 0:
             line += self.lower.count("\n", begin, found)
-            if pattern.search(self.lines[line]):
+            if pattern.search(self.lines[line]) and not (skips_harmless and _HARMLESS.search(self.lines[line])):
                 return line
             line, begin = line + 1, self.lower.find("\n", found) + 1
             if begin == 0:

@@ -15,10 +15,8 @@ Measure = Callable[[str], Mapping[str, str] | None]
 
 _NUMBER = r"((?:nan|[-+]?inf(?:inity)?)\b|[-+]?\d[\d,]*+\.?\d*+(?:e[-+]?\d++)?)"
 """Possessive quantifiers, against backtracking over thousands of digits."""
-_LOSS: Final = re.compile(
-    rf"""(?<![\w])(?:(?:train(?:ing)?|avg|average|avr|mean|step|total|lm)[_ /]?)?loss(?:/train)?['"]?\s*[:=]?\s*['"]?{_NUMBER}""",
-    re.IGNORECASE,
-)
+_SERIES = r"(?:(?:train(?:ing)?|avg|average|avr|mean|step|total|lm)[_ /]?)?loss(?:/train)?"
+_LOSS: Final = re.compile(rf"""(?<![\w]){_SERIES}['"]?\s*[:=]?\s*['"]?{_NUMBER}""", re.IGNORECASE)
 _NULL_LOSS: Final = re.compile(r"""^(?!.*"phase"\s*:\s*"predict").*"loss"\s*:\s*null""")
 """Predicted steps in our own logs have no loss."""
 _SPEED: Final = re.compile(
@@ -39,11 +37,19 @@ _REWARDS: Final = re.compile(r"""['"](?:rewards?\b|(?:objective/)?kl['"])""")
 """Loggers of reinforcement and preference learning, whose losses need not fall."""
 _OUT_OF_MEMORY: Final = re.compile(r"out of memory", re.IGNORECASE)
 _ERROR: Final = re.compile(r"Traceback|\w(?:Error|Exception)\b")
+_LOSS_LINE: Final = re.compile(r"^.*loss.*$", re.MULTILINE | re.IGNORECASE)
+_COUNTER: Final = re.compile(
+    r"\b(?:global_?step|step|iter(?:ation)?)\W{1,3}(\d{1,9})\b|\[ *(\d{1,9})/\d{1,9}\]|(\d{1,9})batch\b", re.IGNORECASE
+)
+"""Number of a step in a line with its loss."""
+_HOSTED: Final = re.compile(r"/content/|/kaggle/|/dist-packages/|tcmalloc: large alloc")
 _PROFILE_HEADER: Final = "step,phase,"
 ENOUGH: Final = 12
 """Fewest steps for a trend."""
 _FEW: Final = 3
 """Steps before and after a change."""
+_FAR = 0.1
+"""Loss too large to round to 0 in the next step."""
 _RISE, _FALL, _SPIKE = 1.05, 0.7, 1.5
 """Thresholds: rise over the smoothed best loss, fall below the first speed, spike over the median around a step."""
 _RISE_NOISE, _SPIKE_NOISE = 5.0, 8.0
@@ -130,6 +136,15 @@ def gradient_not_finite(text: str) -> Mapping[str, str] | None:
     return {"steps": f"the last {len(ends)} of {len(steps)} have gradient norm {ends[0][0][0]}, {zero} of them loss 0"}
 
 
+def loss_falls_to_zero(text: str) -> Mapping[str, str] | None:
+    """Find that the last losses are exactly 0 after one that was far from it."""
+    losses = _losses(text)
+    zeros = sum(1 for _ in takewhile(lambda loss: loss == 0, reversed(losses)))
+    if not _FEW <= zeros < len(losses) or losses[-zeros - 1] < _FAR or _REWARDS.search(text):
+        return None
+    return {"losses": f"{losses[-zeros - 1]:.3f}, then {zeros} times 0"}
+
+
 def zero_loss_and_gradient(text: str) -> Mapping[str, str] | None:
     """Find that all losses and gradient norms are 0."""
     course, gradients = _course(text), _numbers(_GRADIENT, text) if "norm" in text else []
@@ -209,7 +224,8 @@ def steps_before_out_of_memory(text: str) -> Mapping[str, str] | None:
     before = text[: failed.start()] if failed else ""
     last = next(iter(deque(_bars(before), maxlen=1)), None)
     in_training = last is not None and last.speed > 0 and last.done < last.total and not _NO_STEPS.search(last.what)
-    done = max(last.done if last is not None and in_training else 0, len(_losses(before)))
+    numbers = [at for line in _LOSS_LINE.findall(before) for match in _COUNTER.findall(line) for at in match if at]
+    done = max(last.done if last is not None and in_training else 0, len(_losses(before)), *map(int, numbers))
     return {"after": f"{done} steps"} if done >= ENOUGH else None
 
 
@@ -219,6 +235,12 @@ def ends_while_loading(text: str) -> Mapping[str, str] | None:
     if last is None or "loading" not in last.what.lower() or last.done >= last.total or _ERROR.search(text, last.end):
         return None
     return {"loaded": f"{last.done} of {last.total}"}
+
+
+def ends_in_interrupt(text: str) -> Mapping[str, str] | None:
+    """Find that a log ends in ^C with no Python traceback, as hosted notebooks end a process."""
+    is_hosted = text.rstrip().endswith("\n^C") and _HOSTED.search(text) and not _ERROR.search(text)
+    return {"end": "^C"} if is_hosted else None
 
 
 def _of_allocation(name: str) -> Measure:
@@ -239,11 +261,13 @@ MEASURES: Final[Mapping[str, Measure]] = {
         loss_rises,
         loss_spikes,
         gradient_not_finite,
+        loss_falls_to_zero,
         zero_loss_and_gradient,
         sudden_slowdown,
         gradual_slowdown,
         steps_before_out_of_memory,
         ends_while_loading,
+        ends_in_interrupt,
         empty_profile,
     )
 } | {

@@ -23,14 +23,14 @@ def pasted(name: str) -> list[tuple[str, str, str]]:
     """Return the logs of a file, each as its likely cause ("healthy": none), its remark and its text.
 
     Words and figures are made up, in the shapes that torch, transformers, DeepSpeed, torchrun, bash and others print.
+    Those held out were written after reports in public before the signs that now find them.
     """
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     parts = re.split(r"^=== ([\w-]+)(.*)\n", text, flags=re.MULTILINE)
     return list(zip(parts[1::3], parts[2::3], parts[3::3], strict=True))
 
 
-RUNS = pasted("runs.txt")
-PASTED = pasted("logs.txt") + RUNS
+PASTED = pasted("logs.txt") + pasted("runs.txt")
 
 
 def ours(losses: list[float], speeds: list[float] | None = None) -> str:
@@ -93,8 +93,7 @@ def test_a_pasted_log_shows_its_likely_cause_first_and_a_healthy_one_none(first:
     found = names(text)
     assert (found == [] and not last_error(text)) if first == "healthy" else found[:1] == [first]
     assert len(found) <= 3
-    assert names(text.replace("\n", "\r\n")) == found
-    assert names(f"\x1b[31m{text}\x1b[0m") == found
+    assert names(f"\x1b[31m{text}\x1b[0m".replace("\n", "\r\n")) == found
 
 
 def test_the_first_failure_counts_not_what_it_brought_about() -> None:
@@ -106,10 +105,10 @@ def test_what_a_sign_matches_has_its_plain_part() -> None:
     assert plain_part(r"^(?!.*a).*(?:x|y) out of memory(?!s?)\b") == " out of memory"
     assert plain_part(r"ab?c{2} Long[^)]er\.") == " long"
     assert plain_part("one|another") == ""
-    lines = [line for log in (*LOGS.values(), *(text for _, _, text in PASTED)) for line in log.splitlines()]
+    lines = {line for log in (*LOGS.values(), *(text for _, _, text in PASTED)) for line in log.splitlines()}
     for sign in (sign for trouble in troubles() for sign in trouble.signs):
-        found = [line for line in lines if re.search(sign, line, re.IGNORECASE)]
-        assert all(plain_part(sign) in line.lower() for line in found), sign
+        matches, part = re.compile(sign, re.IGNORECASE).search, plain_part(sign)
+        assert not [line for line in lines if part not in line.lower() and matches(line)], sign
 
 
 SIZES = st.integers(2**20, 2**37)
