@@ -172,7 +172,7 @@ class _Log:
             return self._answer(trouble, own)
         failure = self._first(tuple(sign for name in trouble.variant_of for sign in signs_of(name)))
         if failure is None:
-            return None
+            return self._look(trouble) if trouble.alone else None
         if trouble.frames:
             sign = _any(trouble.frames)
             at = next((line for line in self._traceback(failure) if sign.search(self.lines[line])), None)

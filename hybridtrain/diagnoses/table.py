@@ -31,6 +31,8 @@ class Trouble:
     """Names in ``MEASURES``."""
     variant_of: tuple[str, ...] = ()
     """Names of the general troubles of this variant: their signs must match too, and it replaces them."""
+    alone: bool = False
+    """Whether a measure suffices for this variant, without a sign of the general trouble."""
     frames: tuple[str, ...] = ()
     """Regular expressions for the failure's traceback; the first matching variant wins."""
     figures: tuple[str, ...] = ()
