@@ -96,9 +96,9 @@ def last_error(log: str) -> str:
 
 
 def _is_ignored(lines: Sequence[str], at: int) -> bool:
-    """Whether Python only reported an exception, such as of a destructor."""
-    header = next((up for up in range(at, 0, -1) if _HEADER in lines[up]), 0)
-    return lines[header - 1].startswith(_IGNORED) if header else False
+    """Whether a line is of an exception that Python only reported, such as of a destructor."""
+    header = next((up for up in range(at - 1, 0, -1) if not lines[up].startswith(" ")), 0)
+    return header > 0 and _HEADER in lines[header] and lines[header - 1].startswith(_IGNORED)
 
 
 def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] = (0, 0), error: str = "") -> str:
@@ -208,12 +208,15 @@ class _Log:
         line = begin = 0
         while (found := self.lower.find(part, begin)) >= 0:
             line += self.lower.count("\n", begin, found)
-            if pattern.search(self.lines[line]) and not (skips_harmless and _HARMLESS.search(self.lines[line])):
+            if pattern.search(self.lines[line]) and not (skips_harmless and self._is_harmless(line)):
                 return line
             line, begin = line + 1, self.lower.find("\n", found) + 1
             if begin == 0:
                 return None
         return None
+
+    def _is_harmless(self, line: int) -> bool:
+        return bool(_HARMLESS.search(self.lines[line])) or _is_ignored(self.lines, line)
 
     def _traceback(self, failure: int) -> Iterator[int]:
         """Yield the failure's line and its traceback, the innermost first; some programs print it after the message."""
