@@ -48,7 +48,7 @@ ENOUGH: Final = 12
 """Fewest steps for a trend."""
 _FEW: Final = 3
 """Steps before and after a change."""
-_FAR = 0.1
+_FAR = 0.5
 """Loss too large to round to 0 in the next step."""
 _RISE, _FALL, _SPIKE = 1.05, 0.7, 1.5
 """Thresholds: rise over the smoothed best loss, fall below the first speed, spike over the median around a step."""
