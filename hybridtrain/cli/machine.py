@@ -121,11 +121,11 @@ def doctor(*, log: Annotated[Path | None, Parameter(name="--from")] = None, comm
 
 
 def _diagnose(log: Path) -> Answer:
-    from hybridtrain.diagnoses import counted, diagnose, diagnosis_text, last_error, read_log
+    from hybridtrain.diagnoses import counted, diagnose, diagnosis_text, read_log, unknown_error
 
     text = read_log(log)
     found, read = diagnose(text), counted(text)
-    error = "" if found else last_error(text)
+    error = unknown_error(text, found)
     content = {
         "log": log.as_posix(), "losses": read[0], "speeds": read[1],
         "troubles": [answer.as_mapping() for answer in found], "unknown_error": error or None,

@@ -4,10 +4,11 @@
 ['card-too-small']
 """
 
-from hybridtrain.diagnoses.diagnosis import Answer, diagnose, diagnosis_text, last_error, read_log
+from hybridtrain.diagnoses.diagnosis import Answer, diagnose, diagnosis_text, read_log, unknown_error
 from hybridtrain.diagnoses.measures import counted
 from hybridtrain.diagnoses.table import Trouble, troubles, troubles_page
 
 __all__ = [
-    "Answer", "Trouble", "counted", "diagnose", "diagnosis_text", "last_error", "read_log", "troubles", "troubles_page",
+    "Answer", "Trouble", "counted", "diagnose", "diagnosis_text", "read_log", "troubles", "troubles_page",
+    "unknown_error",
 ]  # fmt: skip

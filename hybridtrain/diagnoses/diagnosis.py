@@ -38,6 +38,8 @@ _HARMLESS: Final = re.compile(
     re.IGNORECASE,
 )
 """Lines that do not tell of a crash."""
+_FAILURES: Final = {"Out of memory", "Crash"}
+"""Topics that explain an exception."""
 _IGNORED: Final = "Exception ignored in"
 _ERROR: Final = re.compile(
     r"(?:\[rank\d+\]: ?|\([^)]*pid=\d+\) )?(?:\w{1,99}\.){0,9}[A-Z]\w{0,99}(?:Error|Exception)\b(?::|$)"
@@ -87,8 +89,10 @@ def diagnose(log: str) -> list[Answer]:
     return list(islice(_Log(log).answers(), _MOST_ANSWERS))
 
 
-def last_error(log: str) -> str:
-    """Return the last Python exception of a log, with its line number; "" where there is none."""
+def unknown_error(log: str, answers: Sequence[Answer]) -> str:
+    """Return the last Python exception of a log, with its line number; "" where there is none or an answer tells why."""
+    if any(answer.trouble.topic in _FAILURES for answer in answers):
+        return ""
     lines = _COLOURS.sub("", log).splitlines()
     errors = (at for at in range(len(lines) - 1, -1, -1) if _ERROR.match(lines[at]))
     at = next((at for at in errors if not _is_ignored(lines, at)), None)
@@ -102,9 +106,10 @@ def _is_ignored(lines: Sequence[str], at: int) -> bool:
 
 
 def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] = (0, 0), error: str = "") -> str:
-    """Format the diagnoses, the first in full; ``read``: numbers of losses and speeds; ``error``: the last one."""
+    """Format the diagnoses, the first in full; ``read``: numbers of losses and speeds; ``error``: an unknown one."""
+    unknown = [f"{path}: an error that is not among the {len(troubles())} known problems:\n  {error}"] if error else []
     if not answers and error:
-        return f"{path}: no known problem found, but an error that is not among the {len(troubles())} known:\n  {error}"
+        return unknown[0]
     if not answers and any(read):
         few = f"; fewer than {ENOUGH} steps show no trend" if max(read) < ENOUGH else ""
         return f"{path}: no problem found in {read[0]} losses and {read[1]} speeds, nor in any other line{few}"
@@ -114,7 +119,7 @@ def diagnosis_text(answers: Sequence[Answer], path: Path, read: tuple[int, int] 
             f"guide's page on troubleshooting lists all {len(troubles())} troubles."
         )
     first, *others = answers
-    return "\n\n".join([_paragraph(first), *(_summary(answer) for answer in others)])
+    return "\n\n".join([_paragraph(first), *(_summary(answer) for answer in others), *unknown])
 
 
 def _paragraph(answer: Answer) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridtrain.cli.main import main
-from hybridtrain.diagnoses import diagnose, last_error, read_log, troubles, troubles_page
+from hybridtrain.diagnoses import diagnose, read_log, troubles, troubles_page, unknown_error
 from hybridtrain.diagnoses.allocation import failed_allocation
 from hybridtrain.diagnoses.diagnosis import plain_part
 from hybridtrain.errors import ConfigError
@@ -91,7 +91,7 @@ def test_every_trouble_has_a_log_here() -> None:
 @pytest.mark.parametrize(("first", "text"), [(first, text) for first, _, text in PASTED])
 def test_a_pasted_log_shows_its_likely_cause_first_and_a_healthy_one_none(first: str, text: str) -> None:
     found = names(text)
-    assert (found == [] and not last_error(text)) if first == "healthy" else found[:1] == [first]
+    assert (found == [] and not unknown_error(text, [])) if first == "healthy" else found[:1] == [first]
     assert len(found) <= 3
     assert names(f"\x1b[31m{text}\x1b[0m".replace("\n", "\r\n")) == found
 
@@ -206,8 +206,14 @@ def test_the_command_reads_a_runs_folder_and_tells_codes(tmp_path: Path, capsys:
         file.write("\n[rank1]: app.data.BadRow: row 3 has no end\n[rank1]: app.data.RowError: row 3 has no end\n")
     assert main(["doctor", "--from", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "no known problem found, but an error" in out
+    assert "an error that is not among" in out
     assert f"line {len(FALLING) + 2} of the log: [rank1]: app.data.RowError" in out
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write("UserWarning: The dataloader does not have many workers which may be a bottleneck.")
+    assert main(["doctor", "--from", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Slow: ")
+    assert "RowError" in out.split("\n\n")[-1]
     sound = tmp_path / "sound.txt"
     sound.write_text("all is well")
     assert main(["doctor", "--from", str(sound)]) == 1
