@@ -90,7 +90,7 @@ def diagnose(log: str) -> list[Answer]:
 
 
 def unknown_error(log: str, answers: Sequence[Answer]) -> str:
-    """Return the last Python exception of a log, with its line number; "" where there is none or an answer tells why."""
+    """Return the last Python exception of a log with its line number; "" if there is none or an answer tells why."""
     if any(answer.trouble.topic in _FAILURES for answer in answers):
         return ""
     lines = _COLOURS.sub("", log).splitlines()
