@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op, tensors_in, traits_of
+from hybridtrain.virtual_gpu.account.op_rules import MATMUL_OPS, Args, Kwargs, Op, tensors_in, traits_of
 
 _ATEN = torch.ops.aten
 META = torch.device("meta")
@@ -33,6 +33,8 @@ FINITE_ANSWERS = {_ATEN.isnan: False, _ATEN.isinf: False, _ATEN.isfinite: True}
 """Answers of ops that test for NaN and infinity, for unknown values."""
 FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default})
 """Ops that overwrite all values without reading them, which schemas do not show."""
+_ONE_DTYPE = MATMUL_OPS | {_ATEN.convolution.default}
+"""Products whose operands have one dtype on a card; the meta device takes several."""
 WORKSPACES = {
     **dict.fromkeys((_ATEN.convolution, _ATEN.convolution_backward), "workspaces of cuDNN's convolutions"),
     **dict.fromkeys((_ATEN._fft_c2c, _ATEN._fft_r2c, _ATEN._fft_c2r), "workspaces of cuFFT"),
@@ -86,6 +88,14 @@ def makes_large_known_shape(func: Op, operands: list[Tensor]) -> bool:
 def allows_mixed_devices(func: Op) -> bool:
     """Return whether operands may be on two devices: a copy, indices, or an update of paged state."""
     return func in COPIES or func in TAKES_HOST_INDICES or func.namespace == "bitsandbytes"
+
+
+def require_one_dtype(func: Op, args: Args) -> None:
+    """Raise torch's ``RuntimeError`` for a product of tensors of several dtypes."""
+    dtypes = list(dict.fromkeys(arg.dtype for arg in args if isinstance(arg, Tensor))) if func in _ONE_DTYPE else []
+    if len(dtypes) > 1:
+        found = " != ".join(map(str, dtypes))
+        raise RuntimeError(f"expected operands to have the same dtype, but got: {found} (virtual GPU, in {func})")
 
 
 def made_on_meta(func: Op, args: Args, kwargs: Kwargs) -> Tensor:

@@ -41,6 +41,7 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     made_otherwise,
     makes_large_known_shape,
     map_tensors,
+    require_one_dtype,
     to_meta,
     without_generator,
 )
@@ -237,8 +238,10 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         place: Place, target: Place | None
     ) -> None:  # fmt: skip
         event = len(self._events)
-        if place is Place.DEVICE and func in MATMUL_OPS:
-            self._take_workspace()
+        if place is Place.DEVICE:
+            require_one_dtype(func, args)
+            if func in MATMUL_OPS:
+                self._take_workspace()
         for tensor in tensors_in([out]):
             self._enter_at(tensor, place)
         if func.is_view:

@@ -64,6 +64,15 @@ def test_tensors_have_places(gpu: VirtualGpu) -> None:
     assert gpu.ledger.allocator.allocated_bytes >= weight.nbytes
 
 
+def test_a_product_of_two_dtypes_is_refused_as_on_a_card() -> None:
+    with VirtualGpu("rtx-4090"):
+        layer, rows = torch.nn.Linear(8, 8).cuda().half(), torch.randn(4, 8, device="cuda")
+        with pytest.raises(RuntimeError, match=r"same dtype, but got: torch.float16 != torch.float32.*aten.addmm"):
+            layer(rows)
+        with torch.autocast("cuda", torch.float16):
+            assert layer(rows).dtype is torch.float16
+
+
 def test_a_large_model_takes_no_memory_and_keeps_its_identity(gpu: VirtualGpu) -> None:
     model = nn.Linear(2**20, 2**20)  # 4 TiB
     weight = model.weight
