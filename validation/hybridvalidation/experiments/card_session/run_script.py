@@ -1,96 +1,105 @@
-"""Run a script on this machine's card, and print what torch's allocator and the clock say as one line of JSON.
+"""A plain script on this machine's card: its peaks, its seconds from step to step, and the allocator's events."""
 
-Usage: ``python -m hybridvalidation.experiments.card_session.run_script LOCK SCRIPT TRACE``. Packages are imported first,
-then ``LOCK`` is waited for, so that one script at a time has the card. ``TRACE``: a file (.json.gz) that gets the
-allocator's events of the first two steps, with the innermost frames of each; later steps are timed without recording.
-"""
-
-import fcntl
 import gzip
 import json
+import os
 import runpy
 import sys
 import time
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hybridvalidation.experiments.card_session.parts import script_imports
+from hybridvalidation.experiments.card_session.record import RECORDED_STEPS, MeasuredScript
 from hybridvalidation.experiments.measure import DeviceUse
 
-_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "torchvision", "timm", "triton")
-
-
-_TRACED_STEPS = 2
 _FRAMES = 6
+"""Innermost frames of Python kept with each event."""
 _MOST_EVENTS = 400_000
+_POLL_S = 0.02
 
 
-def main(lock: str, script: str, trace: str) -> dict[str, Any]:
-    """Run the script; return its peaks in bytes, and its seconds from step to step."""
-    text = Path(script).read_text(encoding="utf-8")
-    for package in _PACKAGES:
-        if f"import {package}" in text or f"from {package}" in text:
-            import_module(package)
-    ends: list[float] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptJob:
+    """A script to run."""
+
+    script: Path
+    folder: Path
+    """Working folder of the script."""
+    go: Path
+    """The script starts when this file is there; its packages are imported before."""
+    trace: Path
+    """A file (.json.gz) for the allocator's events of the first two steps."""
+
+
+def run_script(job: ScriptJob) -> tuple[MeasuredScript, BaseException | None]:
+    """Run a script to its end; return its figures, and the error that ended it."""
+    os.chdir(job.folder)
+    exec(compile(script_imports(job.script), str(job.script), "exec"), {})  # noqa: S102  its imports alone
+    while not job.go.exists():
+        time.sleep(_POLL_S)
+    use, ends = DeviceUse(torch.device("cuda", 0)), list[float]()
 
     def note_step(*_: object) -> None:
         torch.cuda.synchronize()
-        if len(ends) == _TRACED_STEPS - 1:
-            _write_trace(Path(trace))
-            torch.cuda.memory._record_memory_history(enabled=None)
         ends.append(time.perf_counter())
+        if len(ends) == RECORDED_STEPS:
+            _end_recording(job.trace)
+            ends[-1] = time.perf_counter()
 
-    torch.optim.optimizer.register_optimizer_step_post_hook(note_step)
-    found: dict[str, Any] = {"script": Path(script).stem, "versions": _versions(), "fault": ""}
-    with Path(lock).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        device = torch.device("cuda", 0)
-        use = DeviceUse(device)
-        begin = time.perf_counter()
-        sys.argv = [script]
-        torch.cuda.memory._record_memory_history(
-            enabled="all", context="alloc", stacks="python", max_entries=_MOST_EVENTS
-        )
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except Exception as error:  # noqa: BLE001  whatever a library may raise belongs to the answer
-            found["fault"] = f"{type(error).__name__}: {error}"[:600]
+    hook = register_optimizer_step_post_hook(note_step)
+    torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_MOST_EVENTS)
+    begin, error = time.perf_counter(), None
+    try:
+        _run(job.script)
+    except (Exception, SystemExit) as raised:  # noqa: BLE001  whatever a library may raise belongs to the answer
+        error = raised
+    finally:
+        hook.remove()
+    with suppress(RuntimeError):  # of a device that failed; what failed is told already
         torch.cuda.synchronize()
-        found |= {
-            "card": torch.cuda.get_device_name(), "seconds": time.perf_counter() - begin,
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(), "outside_bytes": use.outside_bytes(),
-            "num_alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
-            "step_seconds": [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)],
-        }  # fmt: skip
-        use.close()
-    return found
+        if len(ends) < RECORDED_STEPS:
+            _end_recording(job.trace)
+    return _figures(use, time.perf_counter() - begin, ends), error
 
 
-def _write_trace(path: Path) -> None:
+def _run(script: Path) -> None:
+    arguments, sys.argv = sys.argv, [str(script)]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv = arguments
+
+
+def _figures(use: DeviceUse, seconds: float, ends: list[float]) -> MeasuredScript:
+    outside_bytes = 0
+    with suppress(RuntimeError):  # as above
+        outside_bytes = use.outside_bytes()
+    use.close()
+    device = torch.device("cuda", 0)
+    return MeasuredScript(
+        seconds=seconds, peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
+        peak_reserved_bytes=torch.cuda.max_memory_reserved(device), outside_bytes=outside_bytes,
+        num_alloc_retries=int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)),
+        step_seconds=tuple(later - earlier for earlier, later in pairwise(ends)),
+    )  # fmt: skip
+
+
+def _end_recording(path: Path) -> None:
+    """Write what the allocator did as [action, bytes, address, stream, frames] of each event, and record no more."""
     events = [
         (event["action"], event["size"], event["addr"], event.get("stream", 0), [
-            f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}" for frame in event["frames"][:_FRAMES]
+            f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
+            for frame in event.get("frames", ())[:_FRAMES]
         ])
         for event in torch.cuda.memory._snapshot()["device_traces"][0]
     ]  # fmt: skip
-    with gzip.open(path, "wt", encoding="utf-8") as file:
+    torch.cuda.memory._record_memory_history(enabled=None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
         json.dump(events, file)
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
-if __name__ == "__main__":
-    answer = main(*sys.argv[1:4])
-    print("\n" + json.dumps(answer), file=sys.stderr)

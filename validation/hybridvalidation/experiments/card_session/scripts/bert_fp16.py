@@ -1,4 +1,4 @@
-"""Fine-tune BERT base as a classifier: float16 autocast, GradScaler, foreach AdamW, 32 sequences of 384 tokens, dropout."""
+"""Fine-tune BERT base as a classifier: float16 autocast, GradScaler, AdamW, dropout, 32 sequences of 384 tokens."""
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification

@@ -1,4 +1,4 @@
-"""QLoRA of rank 16 on Llama 3.2 1B: NF4 with double quantization, prepared for training, 4 sequences of 1,024 tokens."""
+"""QLoRA of rank 16 on Llama 3.2 1B: NF4 with double quantization, prepared, 4 sequences of 1,024 tokens."""
 
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training

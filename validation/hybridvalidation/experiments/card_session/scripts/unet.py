@@ -1,8 +1,8 @@
-"""Train a U-Net of convolutions, group norms and attention: float32 parameters, bfloat16 autocast, 8 latents of 64 x 64."""
+"""Train a U-Net of convolutions, group norms and attention: bfloat16 autocast, 8 latents of 64 x 64."""
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 
 class Residual(nn.Module):
@@ -24,7 +24,11 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.GroupNorm(32, width), nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
+        self.norm, self.qkv, self.out = (
+            nn.GroupNorm(32, width),
+            nn.Conv2d(width, 3 * width, 1),
+            nn.Conv2d(width, width, 1),
+        )
 
     def forward(self, values: Tensor) -> Tensor:
         batch, width, height, _ = values.shape
