@@ -1,8 +1,8 @@
 """Run ``hybridtrain evidence`` from a folder with this project, without installing it: no git, no network.
 
-Usage: python benchmarks/card_session.py [OPTIONS of hybridtrain evidence]. Needs Python 3.11 to 3.13, torch 2.11 to 2.13
-with CUDA, and the packages that ``[project] dependencies`` in pyproject.toml names; scripts whose packages are missing
-are skipped. Another call with ``--only`` goes on. Results lie in results/, or where ``--results`` says.
+Usage: python benchmarks/card_session.py [OPTIONS of hybridtrain evidence]. Needs Python 3.11 to 3.13, torch 2.11 to
+2.13 with CUDA, and the packages that ``[project] dependencies`` in pyproject.toml names; scripts whose packages are
+missing are skipped. Another call with ``--only`` goes on. Results lie in results/, or where ``--results`` says.
 """
 
 import os

@@ -819,8 +819,11 @@ class TestRehearsal:
         assert set(run.ratios) == {"peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "step_time_s"}
         times = found["curves"].curves
         assert len({time.kind for time in times}) == 11
-        without = {"quantized"} if missing_package(("bitsandbytes",)) else set()
-        assert {time.kind for time in times if time.fault} == without
+        refused = {"scaled_mm_fp8_rowwise"}  # torch 2.11 has none on a processor
+        assert {time.op for time in times if time.fault and time.kind != "quantized"} <= refused
+        assert {time.fault for time in times if time.kind == "quantized"} == (
+            {"ModuleNotFoundError: No module named 'bitsandbytes'"} if missing_package(("bitsandbytes",)) else {""}
+        )
         assert (tmp_path / "records" / "curves.jsonl").exists()
         assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
             "full.json.gz", "ok.json.gz", "wrong.json.gz"

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import time
 import traceback
 from contextlib import redirect_stdout
@@ -19,6 +20,7 @@ from hybridtrain.run.virtual_run import run_script as run_virtually
 from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridtrain.weights.dummy_weights import write_dummy_model
+from hybridvalidation.child import without_folders
 from hybridvalidation.experiments.card_session.ceilings import measure_ceilings
 from hybridvalidation.experiments.card_session.curves import all_rows, measure_curves
 from hybridvalidation.experiments.card_session.plan import PlanJob, PlannedPart, plan_part
@@ -37,6 +39,8 @@ _BEGIN_S = time.monotonic()
 """Start of the process: this module is imported first."""
 _MOST_TEXT = 600
 """Characters kept of an error."""
+_ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
+"""Begin of the line of a traceback that names the error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +127,14 @@ def plan_script(job: ScriptPlanJob) -> Answer:
     try:
         found = run_virtually([str(job.script)], VirtualGpu(job.card), host_memory_bytes=None, quiet=True)
     except HybridTrainError as error:
-        return Answer(outcome=Outcome.ERROR, message=f"{error}"[-_MOST_TEXT:])
+        lines = str(error).splitlines()  # of an error of the script's own: a traceback
+        told = next((line for line in reversed(lines) if _ERROR.match(line)), lines[0])
+        return Answer(outcome=Outcome.ERROR, message=without_folders(told)[:_MOST_TEXT])
     run = found.run
     planned = PlannedScript(
         fits=found.fits, peak_allocated_bytes=run.peak.allocated_bytes, peak_reserved_bytes=run.peak_reserved_bytes,
         device_used_bytes=run.device_used_bytes, step_time_s=run.time.seconds if found.fits else None,
-        caveats=tuple(found.basis.caveats(fits=found.fits)),
+        caveats=tuple(map(without_folders, found.basis.caveats(fits=found.fits))),
     )  # fmt: skip
     return Answer(planned_script=planned)
 
@@ -189,4 +195,4 @@ def _ended_by(error: BaseException) -> tuple[Outcome, str]:
         return Outcome.OK, ""
     place = traceback.extract_tb(error.__traceback__)[-1]
     text = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {error}"
-    return Outcome.ERROR, text[:_MOST_TEXT]
+    return Outcome.ERROR, without_folders(text)[:_MOST_TEXT]
