@@ -583,6 +583,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         facts["resets"] += 1
 
     fakes: dict[str, Callable[..., Any]] = {
+        "init": lambda: None,
         "current_device": lambda: 0,
         "synchronize": lambda _device=None: None,
         "mem_get_info": lambda _device: (facts["free"], 80 * GIB),

@@ -52,6 +52,7 @@ def run_script(job: ScriptJob) -> tuple[MeasuredScript, BaseException | None]:
             _end_recording(job.trace)
             ends[-1] = time.perf_counter()
 
+    torch.cuda.init()
     hook = register_optimizer_step_post_hook(note_step)
     torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_MOST_EVENTS)
     begin, error = time.perf_counter(), None
@@ -92,14 +93,16 @@ def _figures(use: DeviceUse, seconds: float, ends: list[float]) -> MeasuredScrip
 
 def _end_recording(path: Path) -> None:
     """Write what the allocator did as [action, bytes, address, stream, frames] of each event, and record no more."""
-    events = [
-        (event["action"], event["size"], event["addr"], event.get("stream", 0), [
-            f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
-            for frame in event.get("frames", ())[:_FRAMES]
-        ])
-        for event in torch.cuda.memory._snapshot()["device_traces"][0]
-    ]  # fmt: skip
-    torch.cuda.memory._record_memory_history(enabled=None)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
-        json.dump(events, file)
+    with suppress(Exception):  # without events the figures still count
+        snapshot = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(enabled=None)
+        events = [
+            (event["action"], event["size"], event.get("addr", 0), event.get("stream", 0), [
+                f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
+                for frame in event.get("frames", ())[:_FRAMES]
+            ])
+            for event in snapshot["device_traces"][0]
+        ]  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
+            json.dump(events, file)
