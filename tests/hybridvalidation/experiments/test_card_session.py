@@ -786,6 +786,7 @@ class TestRehearsal:
         folder = tmp_path / "scripts"
         folder.mkdir()
         monkeypatch.chdir(tmp_path)  # scripts leave it
+        monkeypatch.setattr(cuda_worker, "_BEGIN_S", float("inf"))  # no process starts here
         for name, text in {"ok": TINY_SCRIPT, "full": OUT_OF_MEMORY, "crash": "", "slow": "", "wrong": "1 / 0"}.items():
             script(folder, name, text)
         whole = {found.name: found for found in all_parts([])}
