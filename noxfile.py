@@ -179,8 +179,8 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def evidence(session: nox.Session) -> None:
-    """Measure on this machine's CUDA card: nox -s evidence -- [--minutes 25] [--only PART,PART]."""
-    session.install("--constraint", "constraints.txt", "--editable", ".[cuda]")
+    """Measure on this machine's CUDA card: nox -s evidence -- [--minutes 12] [--only PART,PART]."""
+    session.install("--constraint", "constraints.txt", "--editable", ".[cuda,peers]")
     session.run("hybridtrain", "evidence", *session.posargs)
 
 

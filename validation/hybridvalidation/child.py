@@ -154,9 +154,12 @@ def run_side_by_side(
 
 
 def _last_line(text: str) -> str:
-    """Return the last line without the folders of its paths: records name no places of a machine."""
-    last = (text.strip().splitlines() or ["no message"])[-1]
-    return re.sub(r"(?:/[^\s/'\":,;]+)+/([^\s/'\":,;]+)", r"\1", last)
+    return without_folders((text.strip().splitlines() or ["no message"])[-1])
+
+
+def without_folders(text: str) -> str:
+    """Return a text without the folders of its paths: records name no places of a machine."""
+    return re.sub(r"(?:/[^\s/'\":,;]+)+/([^\s/'\":,;]+)", r"\1", text)
 
 
 def main() -> None:

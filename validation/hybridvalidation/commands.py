@@ -388,28 +388,29 @@ def execute(
     return _written(text, encode(run) | {"is_equal": run.is_equal}, written, code=0 if run.is_equal else 1)
 
 
-def evidence(*, minutes: Amount = 25.0, only: Names = (), common: Recorded = RECORDED) -> Answer:
+def evidence(*, minutes: Amount = 12.0, only: Names = (), common: Recorded = RECORDED) -> Answer:
     """Measure planned figures on this machine's CUDA card, within minutes.
 
-    Exit code 1 without a card, or if a part failed.
+    Each part is recorded when it ends; another call with --only makes those that are missing. Exit code 1 without a
+    card, or if a part failed.
 
-    Example: hybridtrain evidence --minutes 10 --only 1b-16,pairs
+    Example: hybridtrain evidence --minutes 9 --only 1b-16,pairs
 
     Args:
         minutes: Time limit; parts that do not fit are recorded as skipped.
-        only: Comma-separated parts: 7b-24, 1b-16, 7b-16, 13b-24, 50b-24, 50b-24-more, pairs, or one pair;
-            default: all.
+        only: Comma-separated parts, here by priority: curves, scripts (or script/NAME), kernels, 7b-24, 1b-16, 7b-16,
+            pairs (or one pair), 13b-24, 50b-24, 50b-24-more; default: all.
     """
     from hybridtrain.config.encode import encode
     from hybridvalidation.experiments.card_session.session import measure_card
-    from hybridvalidation.experiments.card_session.table import evidence_table, newest_evidence
+    from hybridvalidation.experiments.card_session.table import evidence_text, newest_evidence
     from hybridvalidation.records.outcome import Outcome
 
     made, written = measure_card(
         minutes=minutes, only=only, scenarios=common.scenarios, results=common.results, say=common.note
     )
     failed = any(record.outcome is Outcome.ERROR for record in made)
-    text = evidence_table(newest_evidence(made), TERMINAL)
+    text = evidence_text(newest_evidence(made), TERMINAL)
     return _written(text, {"records": list(map(encode, made))}, written, code=int(failed))
 
 

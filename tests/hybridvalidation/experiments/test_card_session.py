@@ -1,7 +1,7 @@
 """The evidence from a CUDA card, as far as it can be made without one: planning, records, table, arithmetic."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,35 @@ from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, MIB
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridvalidation.child import ChildResult
+from hybridvalidation.experiment import missing_package
 from hybridvalidation.experiments import measure
 from hybridvalidation.experiments.card_session import session as cuda_session
 from hybridvalidation.experiments.card_session import train as cuda_train
 from hybridvalidation.experiments.card_session import worker as cuda_worker
+from hybridvalidation.experiments.card_session.curve_table import curve_table, curves_explained
+from hybridvalidation.experiments.card_session.curves import Row, measure_curves
 from hybridvalidation.experiments.card_session.parts import (
+    CardPart,
     Part,
+    ScriptPart,
     all_parts,
     choose_parts,
     effective_cap,
+    plain_limit,
+    script_parts,
     shortage,
     time_limit,
 )
 from hybridvalidation.experiments.card_session.plan import PlanJob, PlannedPart, card_under_cap, plan_part
-from hybridvalidation.experiments.card_session.record import CardMeasurements, Ceilings, EvidenceRecord, read_evidence
+from hybridvalidation.experiments.card_session.record import (
+    CardMeasurements,
+    Ceilings,
+    EvidenceRecord,
+    KernelTime,
+    MeasuredScript,
+    PlannedScript,
+    read_evidence,
+)
 from hybridvalidation.experiments.card_session.session import EvidenceRun, Session, answer_of, start_child
 from hybridvalidation.experiments.card_session.table import newest_evidence, write_evidence
 from hybridvalidation.experiments.card_session.train import DeviceEvent, TrainJob, copy_overlap, read_chrome_trace
@@ -99,17 +114,26 @@ def measured(*seconds: float) -> CardMeasurements:
 class FakeChild:
     """A process that answers after some time of a fake clock."""
 
-    reply: Answer
+    reply: Answer | Callable[[], Answer | None]
+    """Or what makes it; None: the process crashes."""
     ready_s: float
     clock: Callable[[], float]
     is_stopped: bool = False
+    fault: str = ""
 
     def poll(self) -> ChildResult[Answer] | None:
-        if self.clock() < self.ready_s:
+        if self.clock() < self.ready_s and not self.fault:
             return None
-        return ChildResult(answer=self.reply, fault="", seconds=0.0, peak_rss_bytes=0, log="")
+        if not self.fault and not isinstance(self.reply, Answer):
+            made = self.reply()
+            self.fault = "" if made is not None else "worker ended with code -11: no message"
+            self.reply = made or Answer()
+        answer = self.reply if isinstance(self.reply, Answer) and not self.fault else None
+        return ChildResult(answer=answer, fault=self.fault, seconds=0.0, peak_rss_bytes=0, log="")
 
-    def stop(self) -> None:
+    def stop(self, why: str = "stopped") -> None:
+        if not self.is_stopped and self.clock() < self.ready_s:
+            self.fault = why
         self.is_stopped = True
 
 
@@ -127,10 +151,15 @@ class FakeMachine:
     jobs: list[TrainJob] = field(default_factory=list)
     children: list[FakeChild] = field(default_factory=list)
     records: list[EvidenceRecord] = field(default_factory=list)
+    verbs: list[str] = field(default_factory=list)
 
     def start(self, verb: str, job: Any, limit_s: float) -> FakeChild:
+        self.verbs.append(verb)
         if verb == "ceilings":
             reply, seconds = self.ceilings, 10.0
+        elif verb not in {"plan", "train"}:
+            name = verb if verb in {"curves", "kernels", "models"} else f"{verb} {job.script.stem}"
+            reply, seconds = self.answers.get(name, Answer()), self.plan_s.get(name, 5.0)
         elif verb == "plan":
             name = job.part.name
             reply, seconds = self.plans.get(name, Answer(planned=planned())), self.plan_s.get(name, 5.0)
@@ -144,8 +173,8 @@ class FakeMachine:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def run(self, parts: list[Part], minutes: float = 25.0) -> list[tuple[str, Outcome]]:
-        run = EvidenceRun(self.session(minutes), parts).run([found.name for found in parts])
+    def run(self, parts: Sequence[CardPart], minutes: float = 25.0) -> list[tuple[str, Outcome]]:
+        run = EvidenceRun(self.session(minutes), parts, Path("results")).run([found.name for found in parts])
         self.records += [record for _, record in run]
         return [(record.part, record.outcome) for record in self.records]
 
@@ -156,21 +185,44 @@ class FakeMachine:
         )  # fmt: skip
 
 
+def script(folder: Path, name: str = "tiny", text: str = "import torch\n") -> ScriptPart:
+    path = folder / f"{name}.py"
+    path.write_text(f'"""Do {name}."""\n{text}', encoding="utf-8")
+    return next(found for found in script_parts(folder) if found.path == path)
+
+
 class TestParts:
-    def test_the_most_valuable_part_is_the_7b_run_and_it_alone_is_profiled(self) -> None:
+    def test_what_tells_most_comes_first_and_the_7b_run_alone_is_profiled(self) -> None:
         parts = list(all_parts([VANILLA]))
-        assert parts[0].name == "7b-24"
-        assert [found.name for found in parts if found.profiles] == ["7b-24"]
+        firsts = list(dict.fromkeys(found.name.partition("/")[0] for found in parts))
+        assert firsts[:6] == ["curves", "script", "kernels", "7b-24", "1b-16", "7b-16"]
+        assert firsts[-3:] == ["13b-24", "50b-24", "50b-24-more"]
+        assert [found.name for found in parts if isinstance(found, Part) and found.profiles] == ["7b-24"]
         assert len({found.name for found in parts}) == len(parts)
 
-    def test_parts_are_chosen_by_name_or_all_pairs_at_once(self) -> None:
+    def test_parts_are_chosen_by_name_or_all_of_a_kind_at_once(self) -> None:
         parts = list(all_parts([VANILLA]))
         assert [found.name for found in choose_parts(parts, ["13b-24", "7b-24"])] == ["7b-24", "13b-24"]
         pairs = choose_parts(parts, ["pairs"])
         assert pairs
         assert all("/vanilla/" in found.name for found in pairs)
+        scripts = choose_parts(parts, ["scripts", "kernels"])
+        assert len(scripts) >= 13
+        assert all(found.name.startswith("script/") for found in scripts[:-1])
         assert choose_parts(parts, []) == parts
         assert choose_parts(parts, ["ceilings"]) == []
+
+    def test_a_script_tells_its_packages_and_models(self, tmp_path: Path) -> None:
+        text = "import torch\nfrom no_such_package.core import Net\nNet('models/llama-3.2-1b')\n"
+        found = script(tmp_path, text=text)
+        assert (found.description, found.models()) == ("Do tiny", ["llama-3.2-1b"])
+        assert (found.packages(), found.missing()) == (("torch", "no_such_package"), "no_such_package")
+
+    def test_a_part_without_an_estimate_needs_its_least_time(self) -> None:
+        found = CardPart(name="curves", description="", limit_s=90, least_s=30)
+        assert plain_limit(found, 500) == (90, "")
+        assert plain_limit(found, 40) == (40, "")
+        assert plain_limit(found, 20) == (0.0, "it needs 30 s, 20 s are left")
 
     def test_an_unknown_part_is_refused_with_the_nearest_name(self) -> None:
         with pytest.raises(ConfigError, match="did you mean '7b-24'"):
@@ -256,10 +308,140 @@ class TestRun:
 
     def test_an_interruption_stops_the_processes(self) -> None:
         machine = FakeMachine()
-        run = EvidenceRun(machine.session(25.0), [part("a"), part("b")]).run(["a", "b"])
+        run = EvidenceRun(machine.session(25.0), [part("a"), part("b")], Path("results")).run(["a", "b"])
         assert [next(run)[0] for _ in range(2)] == ["ceilings", "a"]
         run.close()  # type: ignore[attr-defined]
         assert all(child.is_stopped for child in machine.children)
+
+
+PLANNED_SCRIPT = PlannedScript(
+    fits=True, peak_allocated_bytes=1100, peak_reserved_bytes=2200, device_used_bytes=2800, step_time_s=0.5,
+    caveats=("compiled code is planned as eager",),
+)  # fmt: skip
+MEASURED_SCRIPT = MeasuredScript(
+    seconds=9.0, peak_allocated_bytes=1000, peak_reserved_bytes=2000, outside_bytes=800, num_alloc_retries=0,
+    step_seconds=(9.0, 0.3, 0.4, 0.5),
+)  # fmt: skip
+
+
+class TestScripts:
+    def test_plan_and_measurement_stand_in_one_record_with_their_ratios(self, tmp_path: Path) -> None:
+        answers = {
+            "plan_script a": Answer(planned_script=PLANNED_SCRIPT),
+            "script a": Answer(measured_script=MEASURED_SCRIPT),
+        }
+        machine = FakeMachine(answers=answers)
+        assert machine.run([script(tmp_path, "a")])[1:] == [("script/a", Outcome.OK)]
+        run = machine.records[1].script
+        assert run is not None
+        assert (run.planned, run.measured) == (PLANNED_SCRIPT, MEASURED_SCRIPT)
+        assert run.ratios == {
+            "peak_allocated_bytes": 1.1, "peak_reserved_bytes": 1.1, "device_used_bytes": 1.0, "step_time_s": 1.25
+        }  # fmt: skip
+        text = write_evidence(machine.records, tmp_path)[0].read_text()
+        assert "| a        | 5       | 0.400    | 0.500 (+25.0 %) |" in text
+        assert "- `script/a`: ok, compiled code is planned as eager" in text
+
+    def test_a_script_is_measured_where_its_plan_fails(self, tmp_path: Path) -> None:
+        answers = {
+            "plan_script a": Answer(outcome=Outcome.ERROR, message="no rule for an op"),
+            "script a": Answer(measured_script=MEASURED_SCRIPT),
+        }
+        machine = FakeMachine(answers=answers)
+        machine.run([script(tmp_path, "a")])
+        run = machine.records[1].script
+        assert run is not None
+        assert (run.planned, run.plan_fault, run.ratios) == (None, "no rule for an op", {})
+        assert (
+            "- `script/a`: ok, no plan: no rule for an op" in write_evidence(machine.records, tmp_path)[0].read_text()
+        )
+
+    def test_one_script_has_the_card_and_the_next_one_only_imports(self, tmp_path: Path) -> None:
+        parts = [script(tmp_path, name) for name in ("a", "b")]
+        machine = FakeMachine(plan_s={"script a": 500.0})
+        gone: dict[str, bool] = {}
+        start = machine.start
+
+        def note(verb: str, job: Any, limit_s: float) -> FakeChild:
+            child = start(verb, job, limit_s)
+            if verb == "script":
+                child.reply = lambda: replace(Answer(), message=str(gone.setdefault(job.script.stem, job.go.exists())))
+                gone[f"{job.script.stem} at start"] = job.go.exists()
+            return child
+
+        machine.start = note  # type: ignore[method-assign]
+        outcomes = machine.run(parts)
+        assert outcomes[1:] == [("script/a", Outcome.ERROR), ("script/b", Outcome.OK)]
+        assert "stopped after 60 s, its time limit" in machine.records[1].message
+        assert machine.verbs.index("script") < len(machine.verbs) - 1 - machine.verbs[::-1].index("script")
+        assert gone == {"a at start": False, "b at start": False, "b": True}
+
+    def test_a_missing_package_or_model_is_a_skipped_part(self, tmp_path: Path) -> None:
+        parts = [script(tmp_path, "a", "import no_such\n"), script(tmp_path, "b", "'models/llama-3.2-1b'\n")]
+        machine = FakeMachine(answers={"models": Answer(outcome=Outcome.ERROR, message="no transformers")})
+        machine.run(parts)
+        assert [record.message for record in machine.records[1:]] == ["no_such is not installed", "no transformers"]
+        assert machine.verbs == ["models", "ceilings"]
+
+    def test_parts_without_time_say_what_they_need(self, tmp_path: Path) -> None:
+        kernels = CardPart(name="kernels", description="", limit_s=130, least_s=40)
+        machine = FakeMachine(plan_s={"script a": 50.0})
+        assert machine.run([script(tmp_path, "a"), kernels], minutes=1.5)[1:] == [
+            ("kernels", Outcome.OK), ("script/a", Outcome.OK)
+        ]  # fmt: skip
+        machine = FakeMachine()
+        machine.run([kernels], minutes=0.9)
+        assert machine.records[1].message == "it needs 40 s, 38.8 s are left"
+
+
+class TestCurves:
+    TIME = KernelTime(kind="gemm", op="mm_nt", shape=(8, 8, 8), dtype="bfloat16", seconds=1e-3, spread=1.0)
+
+    def test_the_table_shows_the_share_of_the_cards_peak_by_class(self) -> None:
+        card = find_card("h200")
+        times = [
+            replace(self.TIME, flops=int(card.flops_per_second["bfloat16"] * 0.8e-3)),
+            replace(self.TIME, flops=int(card.flops_per_second["bfloat16"] * 0.4e-3)),
+            replace(self.TIME, kind="copy", op="to_device", num_bytes=int(card.bus_bytes_per_second * 0.5e-3)),
+            replace(self.TIME, kind="launch", op="view", seconds=4e-6),
+            replace(self.TIME, kind="quantized", op="adam8bit", seconds=0.0, fault="no bitsandbytes"),
+        ]
+        lines = [line.split() for line in curve_table(times, CEILINGS, "plain").splitlines()]
+        assert [
+            "gemm",
+            "bfloat16",
+            "2",
+            "40.0",
+            "%",
+            "60.0",
+            "%",
+            "80.0",
+            "%",
+            "mm_nt",
+            "8",
+            "x",
+            "8",
+            "x",
+            "8",
+        ] in lines
+        assert any(line[:5] == ["copy", "bfloat16", "1", "50.0", "%"] for line in lines)
+        assert any(line[:5] == ["launch", "bfloat16", "1", "4.0", "us"] for line in lines)
+        assert not any("quantized" in line for line in lines)
+        assert "- 1 calls did not run (adam8bit): no bitsandbytes" in curves_explained(times, CEILINGS)
+
+    def test_a_card_that_stops_answering_ends_the_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: Any) -> Any:
+            raise RuntimeError("an illegal memory access was encountered")
+
+        monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+        rows = [Row(kind="gemm", op=name, shape=(1,), dtype=torch.float32, setup=refuse) for name in ("a", "b")]
+        times: list[KernelTime] = []
+        told = measure_curves(rows, torch.device("cuda"), end_s=float("inf"), on_row=times.append)
+        assert told.startswith("the card stopped answering after gemm a (1,): RuntimeError: an illegal")
+        assert [time.op for time in times] == ["a"]
+        assert measure_curves(rows, torch.device("cpu"), end_s=0.0, on_row=times.append) == (
+            "2 of 2 rows were not timed: no time left"
+        )
 
 
 class TestRecords:
@@ -401,6 +583,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         facts["resets"] += 1
 
     fakes: dict[str, Callable[..., Any]] = {
+        "init": lambda: None,
         "current_device": lambda: 0,
         "synchronize": lambda _device=None: None,
         "mem_get_info": lambda _device: (facts["free"], 80 * GIB),
@@ -414,6 +597,9 @@ def fake_card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    event = {"action": "alloc", "size": 512, "addr": 0, "frames": [{"filename": "/a/b.py", "line": 3, "name": "f"}]}
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **settings: facts.update(settings))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[event]]})
     for module in (measure, cuda_train):
         monkeypatch.setattr(
             module, "open_transfer", lambda _device, **settings: DirectTransfer(torch.device("cpu"), **settings)
@@ -551,3 +737,135 @@ class TestCommand:
         assert [record["part"] for record in summary["records"]] == ["ceilings", "7b-24", "50b-24"]
         assert len(read_evidence(tmp_path / "records")) == 6
         assert "| 7b-24" in (tmp_path / "tables" / "evidence.md").read_text()
+
+
+TINY_SCRIPT = """
+import torch
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+layer = torch.nn.Linear(64, 64).to(device)
+optimizer = torch.optim.AdamW(layer.parameters())
+for _ in range(4):
+    layer(torch.ones(8, 64, device=device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+OUT_OF_MEMORY = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory')\n"
+
+
+class Rehearsal(FakeMachine):
+    """A machine that does the work of the processes in this one, when they are asked for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ends: dict[str, Callable[[], None]]) -> None:
+        super().__init__(used_bytes=5 * GIB)
+        self._patch, self._ends = monkeypatch, ends
+
+    def start(self, verb: str, job: Any, limit_s: float) -> FakeChild:
+        child = super().start(verb, job, limit_s)
+        name = f"{verb} {job.script.stem}" if hasattr(job, "script") else verb
+        if verb not in {"ceilings", "kernels"}:
+            child.reply = lambda: self._do(name, verb, job)
+        return child
+
+    def _do(self, name: str, verb: str, job: Any) -> Answer | None:
+        if name in self._ends:
+            self._ends[name]()
+            return None
+        with self._patch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            answer = getattr(cuda_worker, verb)(job)
+        return decode(Answer, json.loads(to_json(answer)), source=verb, unions={Optimization: OPTIMIZATIONS})
+
+
+@pytest.mark.usefixtures("fake_card")
+class TestRehearsal:
+    """The whole session, with the processor as its card."""
+
+    @pytest.fixture(autouse=True)
+    def parts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CardPart]:
+        folder = tmp_path / "scripts"
+        folder.mkdir()
+        monkeypatch.chdir(tmp_path)  # scripts leave it
+        monkeypatch.setattr(cuda_worker, "_BEGIN_S", float("inf"))  # no process starts here
+        for name, text in {"ok": TINY_SCRIPT, "full": OUT_OF_MEMORY, "crash": "", "slow": "", "wrong": "1 / 0"}.items():
+            script(folder, name, text)
+        whole = {found.name: found for found in all_parts([])}
+        parts: list[CardPart] = [whole["curves"], *script_parts(folder), whole["kernels"], part(num_steps=1)]
+        monkeypatch.setattr(cuda_session, "all_parts", lambda _stacks: parts)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+        return parts
+
+    def test_each_part_ends_as_it_must_and_the_records_tell(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        machine = Rehearsal(monkeypatch, {"script crash": lambda: None})
+        machine.plan_s["script slow"] = 100.0
+        monkeypatch.setattr(cuda_session, "_session", machine.session)
+        assert main(["evidence", "--results", str(tmp_path)]) == 1  # some parts failed
+        found = {record.part: record for record in read_evidence(tmp_path / "records")}
+        assert {name: record.outcome.value for name, record in found.items()} == {
+            "ceilings": "ok", "curves": "ok", "script/ok": "ok", "script/full": "out_of_memory",
+            "script/crash": "error", "script/slow": "error", "script/wrong": "error", "kernels": "ok", "tiny": "ok",
+        }  # fmt: skip
+        assert all(record.evidence == "measured" and record.versions["torch"] for record in found.values())
+        assert found["script/crash"].message == "worker ended with code -11: no message"
+        assert "its time limit" in found["script/slow"].message
+        assert found["script/wrong"].message == "ZeroDivisionError at wrong.py:2: division by zero"
+        run = found["script/ok"].script
+        assert run is not None
+        assert run.planned is not None
+        assert run.planned.fits
+        assert run.measured is not None
+        assert len(run.measured.step_seconds) == 3
+        assert set(run.ratios) == {"peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "step_time_s"}
+        times = found["curves"].curves
+        assert len({time.kind for time in times}) == 11
+        refused = {"scaled_mm_fp8_rowwise"}  # torch 2.11 has none on a processor
+        assert {time.op for time in times if time.fault and time.kind != "quantized"} <= refused
+        assert {time.fault for time in times if time.kind == "quantized"} == (
+            {"ModuleNotFoundError: No module named 'bitsandbytes'"} if missing_package(("bitsandbytes",)) else {""}
+        )
+        assert (tmp_path / "records" / "curves.jsonl").exists()
+        assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
+            "full.json.gz", "ok.json.gz", "wrong.json.gz"
+        ]  # fmt: skip
+        table = (tmp_path / "tables" / "evidence.md").read_text()
+        assert "| gemm " in table
+        assert "| ok " in table
+        assert "| tiny " in table
+        assert "gemm" in capsys.readouterr().out
+
+    def test_a_killed_session_keeps_what_it_has_and_another_call_goes_on(
+        self, parts: list[CardPart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def kill() -> None:
+            raise KeyboardInterrupt
+
+        parts[:] = [found for found in parts if found.name in {"script/full", "script/ok", "script/wrong"}]
+        machine = Rehearsal(monkeypatch, {"script ok": kill, "plan_script full": lambda: None})
+        monkeypatch.setattr(cuda_session, "_session", machine.session)
+        arguments = ["evidence", "--results", str(tmp_path)]
+        assert main(arguments) == 130
+        assert [record.part for record in read_evidence(tmp_path / "records")] == ["ceilings", "script/full"]
+        assert all(child.is_stopped for child in machine.children)
+        monkeypatch.setattr(cuda_session, "_session", Rehearsal(monkeypatch, {}).session)
+        assert main([*arguments, "--only", "script/ok"]) == 0
+        assert "| full " in (tmp_path / "tables" / "evidence.md").read_text()
+        assert [record.part for record in read_evidence(tmp_path / "records")][-1] == "script/ok"
+
+    def test_the_kernels_of_the_command_are_one_part(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        told: dict[str, Any] = {"records": [1, 2], "not_run": ["c"], "faults": [], "lost_card": ""}
+
+        def bench(arguments: Sequence[str]) -> int:
+            assert list(arguments[:3]) == ["bench", "kernels", "--quick"]
+            print(json.dumps(told))  # noqa: T201  what the command answers
+            return 0
+
+        monkeypatch.setattr(cuda_worker, "main", bench)
+        job = cuda_worker.KernelsJob(results=tmp_path, limit_s=60.0)
+        assert cuda_worker.kernels(job) == Answer(message="2 cases, 1 had no time")
+        told["faults"] = ["swiglu: ours is wrong"]
+        assert cuda_worker.kernels(job).outcome is Outcome.WRONG
+        told["message"] = "results/records/kernels.jsonl:3: not a record"
+        assert cuda_worker.kernels(job).outcome is Outcome.ERROR

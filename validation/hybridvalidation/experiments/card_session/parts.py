@@ -1,7 +1,12 @@
 """Parts of the evidence by priority, and whether there is time for one."""
 
+import ast
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.optimizations.activation_offload import ActivationOffload
@@ -17,8 +22,17 @@ from hybridtrain.units import GIB, MIB, format_bytes, format_seconds
 
 CEILINGS = "ceilings"
 """The first part, which always runs: it shows whether the card works."""
+CURVES = "curves"
+"""Times of single kernels."""
+SCRIPTS = "scripts"
+"""Name that stands for all scripts, each a part ``script/NAME``."""
+KERNELS = "kernels"
+"""This project's kernels beside others."""
 PAIRS = "pairs"
 """Name that stands for all small pairs of model and stack."""
+SCRIPT_FILES = Path(__file__).parent / "scripts"
+_SCRIPT_ORDER = ("gpt2_pretrain", "llama_1b_full", "resnet50", "llama_1b_qlora", "trainer_qwen")
+"""The most telling scripts; the others follow by name."""
 _SETUP_SECONDS = 20.0
 """Assumed seconds for starting Python, torch and CUDA, and drawing initial values."""
 _SECONDS_PER_PINNED_BYTE = 1 / (1.5 * GIB)
@@ -37,11 +51,45 @@ _PAIR_CAPS_GIB = {24: _PAIR_MODELS, 16: ("gpt2-large", "gpt2-1b")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One model trained under one cap."""
+class CardPart:
+    """Something to measure on the card."""
 
     name: str
     description: str
+    limit_s: float
+    """Most seconds on the card."""
+    least_s: float = 0.0
+    """It is not begun with less time left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptPart(CardPart):
+    """A plain script, on the card and planned."""
+
+    path: Path
+
+    def packages(self) -> tuple[str, ...]:
+        """Return the packages that it imports."""
+        names = [
+            name
+            for node in script_imports(self.path).body
+            for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])  # type: ignore[attr-defined]
+        ]
+        return tuple(dict.fromkeys(str(name).split(".")[0] for name in names))
+
+    def missing(self) -> str:
+        """Return the first package that it imports and that is not installed; empty: all are."""
+        return next((name for name in self.packages() if find_spec(name) is None), "")
+
+    def models(self) -> list[str]:
+        """Return the presets whose folder it loads."""
+        return re.findall(r"models/([\w.-]+)", self.path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(CardPart):
+    """One model trained under one cap."""
+
     model: str
     cap_gib: int
     seq_len: int
@@ -54,7 +102,6 @@ class Part:
     """Whether an additional step is profiled."""
     host_gib: float | None = None
     """Host memory for the run; None: available memory."""
-    limit_s: float
 
     @property
     def cap_bytes(self) -> int:
@@ -62,30 +109,60 @@ class Part:
         return self.cap_gib * GIB
 
 
-def all_parts(stacks: Sequence[Stack]) -> Iterator[Part]:
+@cache
+def script_imports(path: Path) -> ast.Module:
+    """Return a script's imports, and nothing else of it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], type_ignores=[])
+
+
+def all_parts(stacks: Sequence[Stack]) -> Iterator[CardPart]:
     """Yield the parts by priority; ``stacks``: the scenario folder's, for the pairs."""
+    yield CardPart(name=CURVES, description="times of single kernels by class and size", limit_s=90, least_s=30)
+    yield from script_parts(SCRIPT_FILES)
+    yield CardPart(name=KERNELS, description="hybridtrain bench kernels --quick", limit_s=130, least_s=40)
     yield _recommended("7b-24", "llama-7b", 24, limit_s=300, profiles=True)
     yield _recommended("1b-16", "llama-1b", 16, limit_s=150)
     yield _recommended("7b-16", "llama-7b", 16, limit_s=300)
+    yield from _pairs(stacks)
     yield _recommended("13b-24", "llama-13b-57l", 24, limit_s=360)
     yield _largest("50b-24", micro_batch_size=2, num_micro_batches=2, num_steps=2, limit_s=300)
-    yield from _pairs(stacks)
     yield _largest("50b-24-more", micro_batch_size=4, num_micro_batches=4, num_steps=2, limit_s=400)
 
 
-def choose_parts(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
+def script_parts(folder: Path) -> list[ScriptPart]:
+    """Return the scripts of a folder, the most telling first."""
+    ranks = {name: rank for rank, name in enumerate(_SCRIPT_ORDER)}
+    paths = sorted(folder.glob("*.py"), key=lambda path: (ranks.get(path.stem, len(ranks)), path.stem))
+    return [
+        ScriptPart(
+            name=f"script/{path.stem}", description=_first_line(path), limit_s=60, least_s=15, path=path
+        )
+        for path in paths
+    ]  # fmt: skip
+
+
+def _first_line(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or path.stem
+    return text.splitlines()[0].rstrip(".")
+
+
+def choose_parts(parts: Sequence[CardPart], only: Sequence[str]) -> list[CardPart]:
     """Return the requested parts in order; all by default.
 
     Raises:
         ConfigError: an unknown part.
     """
     names = [part.name for part in parts]
-    pairs = {part.name for part in parts if "/" in part.name}
-    known = [CEILINGS, PAIRS, *names]
+    groups = {
+        SCRIPTS: {part.name for part in parts if isinstance(part, ScriptPart)},
+        PAIRS: {part.name for part in parts if isinstance(part, Part) and "/" in part.name},
+    }
+    known = [CEILINGS, *groups, *names]
     faults = [unknown_name("part", name, known) for name in only if name not in known]
     if faults:
         raise ConfigError("--only", faults)
-    wanted = set(only or names) | (pairs if PAIRS in only else set())
+    wanted = set(only or names).union(*(group for name, group in groups.items() if name in only))
     return [part for part in parts if part.name in wanted]
 
 
@@ -104,6 +181,13 @@ def shortage(part: Part, total_bytes: int, others_bytes: int) -> str:
         f"the card is in use: other programs use {format_bytes(others_bytes)} of {format_bytes(total_bytes)}, the part "
         f"wants {part.cap_gib} GiB"
     )
+
+
+def plain_limit(part: CardPart, remaining_s: float) -> tuple[float, str]:
+    """Return the time limit in seconds of a part without an estimate, or 0 and why there is no time for it."""
+    if remaining_s >= part.least_s:
+        return min(remaining_s, part.limit_s), ""
+    return 0.0, f"it needs {format_seconds(part.least_s)}, {format_seconds(max(0.0, remaining_s))} are left"
 
 
 def time_limit(part: Part, *, step_s: float, host_bytes: int, remaining_s: float) -> tuple[float, str]:

@@ -1,7 +1,7 @@
 """The record of one part of the evidence from a CUDA card. Bytes are integers, times seconds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -12,6 +12,10 @@ from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import read_lines
 
 EVIDENCE_FILE = "evidence.jsonl"
+CURVES_FILE = "curves.jsonl"
+"""Records of the part with the times of kernels; of the same shape."""
+RECORDED_STEPS = 2
+"""First steps of a script, in which the allocator's events are recorded; later ones are timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +144,89 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTime:
+    """Time of one call of an op at one shape."""
+
+    kind: str
+    """Class of kernel: ``gemm``, ``attention``, ``normalization``, ..."""
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    seconds: float
+    """Median of the samples."""
+    spread: float
+    """Largest sample over the smallest one."""
+    flops: int = 0
+    """Least arithmetic (arithmetic, not counted)."""
+    num_bytes: int = 0
+    """Least traffic: operands read once, results written once."""
+    extra_bytes: int = 0
+    """Peak of allocated memory above what was held before the call."""
+    fault: str = ""
+    """Why the op did not run; empty: it ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedScript:
+    """Plan of a script on the virtual card, as ``hybridtrain virtual`` answers."""
+
+    fits: bool
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    device_used_bytes: int
+    step_time_s: float | None
+    """Estimated; None where it does not fit."""
+    caveats: tuple[str, ...] = ()
+    """What the plan does not count, or counts otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredScript:
+    """A script on the card."""
+
+    seconds: float
+    """Of the whole script, without its imports."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    outside_bytes: int
+    """Bytes of CUDA context and libraries, outside of the allocator."""
+    num_alloc_retries: int
+    step_seconds: tuple[float, ...]
+    """From the end of each optimizer step to that of the next."""
+
+    @property
+    def device_used_bytes(self) -> int:
+        """Peak bytes of the card used by the script."""
+        return self.peak_reserved_bytes + self.outside_bytes
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Median step whose allocations were not recorded; None without one."""
+        later = self.step_seconds[RECORDED_STEPS - 1 :]
+        return median(later) if later else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRun:
+    """A script, planned and on the card."""
+
+    planned: PlannedScript | None
+    measured: MeasuredScript | None
+    plan_fault: str = ""
+    """Why there is no plan."""
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    """Planned over measured figures, by the names of their fields."""
+
+
+def script_run(planned: PlannedScript | None, measured: MeasuredScript | None, plan_fault: str) -> ScriptRun:
+    """Return a script's figures with their ratios, as far as both are known."""
+    names = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "step_time_s")
+    pairs = {name: (getattr(planned, name, None), getattr(measured, name, None)) for name in names}
+    ratios = {name: round(plan / found, 5) for name, (plan, found) in pairs.items() if plan and found}
+    return ScriptRun(planned=planned, measured=measured, plan_fault=plan_fault, ratios=ratios)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceRecord(Record):
     """Record of one part."""
 
@@ -148,12 +235,18 @@ class EvidenceRecord(Record):
     evidence: Evidence = Evidence.MEASURED
     card: str
     """Name of the CUDA card."""
+    driver: str
+    """Version of the card's driver; empty if unknown."""
+    versions: Mapping[str, str]
+    """Installed libraries that a part may use."""
     others_bytes: int
     """Card memory of other programs at the start of the part."""
     ceilings: Ceilings | None = None
+    curves: tuple[KernelTime, ...] = ()
+    script: ScriptRun | None = None
     training: Training | None = None
 
 
 def read_evidence(records: Path) -> list[EvidenceRecord]:
-    """Return all records, oldest first; raises ``RecordError`` for an invalid line."""
-    return read_lines(records / EVIDENCE_FILE, EvidenceRecord)
+    """Return all records, oldest first by file; raises ``RecordError`` for an invalid line."""
+    return [record for file in (EVIDENCE_FILE, CURVES_FILE) for record in read_lines(records / file, EvidenceRecord)]

@@ -1,6 +1,6 @@
 """All parts of the evidence within a time limit: planned in parallel on the CPU, run one by one on the card.
 
-The card runs the part of highest priority whose plan is ready.
+The card runs the part of highest priority whose plan is ready; kernels need none.
 """
 
 import os
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,26 +18,49 @@ from hybridtrain.errors import HybridTrainError
 from hybridtrain.memory.tier import available_host_bytes
 from hybridtrain.profiler.nvml import DeviceReader, DeviceReadError
 from hybridtrain.stacks import default_folder
-from hybridtrain.units import GIB, MIB, format_bytes
+from hybridtrain.units import GIB, MIB, format_bytes, format_seconds
 from hybridtrain.virtual_gpu.cards.card import Host
 from hybridvalidation.child import ONE_THREAD, Child, ChildResult
-from hybridvalidation.experiment import Experiment, begin_header
+from hybridvalidation.experiment import Experiment, begin_header, versions_of
+from hybridvalidation.experiments.card_session.ceilings import read_driver
 from hybridvalidation.experiments.card_session.parts import (
     CEILINGS,
+    CURVES,
     PAIR_STACKS,
+    CardPart,
     Part,
+    ScriptPart,
     all_parts,
     choose_parts,
     effective_cap,
+    plain_limit,
     shortage,
     time_limit,
 )
 from hybridvalidation.experiments.card_session.plan import PlanJob, PlannedPart, card_under_cap
-from hybridvalidation.experiments.card_session.record import EVIDENCE_FILE, EvidenceRecord, Training, read_evidence
+from hybridvalidation.experiments.card_session.record import (
+    CURVES_FILE,
+    EVIDENCE_FILE,
+    Ceilings,
+    EvidenceRecord,
+    KernelTime,
+    Training,
+    read_evidence,
+    script_run,
+)
+from hybridvalidation.experiments.card_session.run_script import ScriptJob
 from hybridvalidation.experiments.card_session.table import write_evidence
 from hybridvalidation.experiments.card_session.train import TrainJob
-from hybridvalidation.experiments.card_session.worker import Answer, CeilingsJob
+from hybridvalidation.experiments.card_session.worker import (
+    Answer,
+    CeilingsJob,
+    CurvesJob,
+    KernelsJob,
+    ModelsJob,
+    ScriptPlanJob,
+)
 from hybridvalidation.records.outcome import Outcome
+from hybridvalidation.records.store import read_lines
 from hybridvalidation.scenario_files import ScenarioFiles
 
 NO_CARD = (
@@ -47,22 +71,32 @@ _POLL_S = 0.2
 _RECORDING_S = 5.0
 """Seconds reserved for the last record and the table."""
 _CEILINGS_SECONDS = 90.0
+_MODELS_SECONDS = 90.0
+_SCRIPT_PLAN_SECONDS = 240.0
+_ENDING_S = 15.0
+"""Seconds of a part's limit in which it begins nothing more."""
+_PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "bitsandbytes", "torchvision", "nvidia-ml-py")
+"""Packages whose versions a record tells."""
 _HOST_SHARE = 0.85
 """Share of available host memory for a run, while others are still planned."""
 _BUSY_BYTES = GIB
 """Memory of other programs above which times may be disturbed; a desktop uses less."""
+_PLAIN_BYTES = 4 * GIB
+"""Memory of the card without which no kernel or script is worth a try."""
 _UNKNOWN_HOST_BYTES = 16 * GIB
 """Assumed host memory if the system does not report it."""
 
-Verb: TypeAlias = Literal["plan", "ceilings", "train"]
+Verb: TypeAlias = Literal["ceilings", "curves", "kernels", "models", "plan", "plan_script", "script", "train"]
 """Functions of worker.py that a child process runs."""
+_NO_CARD = ONE_THREAD | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+_ENVIRONMENTS = {"models": _NO_CARD, "plan": _NO_CARD, "plan_script": _NO_CARD, "script": {"HF_HUB_OFFLINE": "1"}}
 
 
 def start_child(verb: Verb, job: object, limit_s: float) -> Child[Answer]:
-    """Start a process; parallel planning processes get one thread each."""
+    """Start a process; parallel planning processes get one thread each, and no card."""
     return Child(
         f"hybridvalidation.experiments.card_session.worker:{verb}", job, Answer, limit_s=limit_s,
-        environment=ONE_THREAD if verb == "plan" else {},
+        environment=_ENVIRONMENTS.get(verb, {}),
     )  # fmt: skip
 
 
@@ -93,46 +127,79 @@ class Session:
 
 
 class EvidenceRun:
-    """Result of one call of the command."""
+    """Result of one call of the command; ``results``: folder for what parts write themselves."""
 
-    def __init__(self, session: Session, parts: Sequence[Part]) -> None:
-        self._session, self._parts = session, parts
+    def __init__(self, session: Session, parts: Sequence[CardPart], results: Path) -> None:
+        self._session, self._parts, self._results = session, parts, results.resolve()
         self._end_s = session.clock() + session.budget_s - _RECORDING_S
         self._others_bytes = session.used_bytes() or 0
         self._context_bytes = 0
-        self._unplanned: list[PlanJob] = []
+        self._driver, self._versions = read_driver(), versions_of(_PACKAGES)
+        self._unplanned: list[tuple[Verb, str, object]] = []
         self._planning: dict[str, Child[Answer]] = {}
         self._answers: dict[str, Answer] = {}
+        self._loaded: dict[str, Child[Answer]] = {}
         self._children: list[Child[Answer]] = []
 
     def run(self, names: Sequence[str]) -> Iterator[tuple[str, EvidenceRecord]]:
         """Run the ceilings, then each part that card, host and time allow; yield the records."""
         parts = [part for part in self._parts if part.name in names]
-        try:
-            answer, record = self._measure_ceilings()
-            yield CEILINGS, record
-            yield from self._run_parts(answer, parts)
-        finally:
-            for child in self._children:
-                child.stop()
+        with TemporaryDirectory(prefix="hybridtrain-evidence-") as folder:
+            self._folder = Path(folder)
+            try:
+                models = self._start_models(parts)
+                answer, record = self._measure_ceilings()
+                yield CEILINGS, record
+                fault = "" if models is None else self._finish(models).message
+                yield from self._run_parts(answer.ceilings, parts, fault)
+            finally:
+                for child in self._children:
+                    child.stop()
 
-    def _run_parts(self, answer: Answer, parts: Sequence[Part]) -> Iterator[tuple[str, EvidenceRecord]]:
-        total, others, waiting = self._session.total_bytes, self._others_bytes, list[Part]()
+    def _start_models(self, parts: Sequence[CardPart]) -> Child[Answer] | None:
+        """Start to make the models' folders that scripts load."""
+        names = {name for part in parts if isinstance(part, ScriptPart) for name in part.models()}
+        job = ModelsJob(names=tuple(sorted(names)), folder=self._folder)
+        return self._start("models", job, _MODELS_SECONDS) if names else None
+
+    def _run_parts(
+        self, ceilings: Ceilings | None, parts: Sequence[CardPart], models_fault: str
+    ) -> Iterator[tuple[str, EvidenceRecord]]:
+        waiting = list[CardPart]()
         for part in parts:
-            cap = effective_cap(part, total, others)
-            if not cap:
-                yield part.name, self._skip(part, shortage(part, total, others))
-            elif answer.ceilings is None:
-                yield part.name, self._skip(part, "the card did not pass the first part")
+            reason = self._refusal(part, models_fault) or ("" if ceilings else "the card did not pass the first part")
+            if reason or ceilings is None:
+                yield part.name, self._skip(part, reason)
             else:
-                card = card_under_cap(answer.ceilings, cap)
-                self._unplanned.append(PlanJob(part=part, card=card, host=self._host(part)))
+                self._queue_plan(part, ceilings)
                 waiting.append(part)
         while waiting and (ready := self._next_ready(waiting)) is not None:
             waiting.remove(ready)
-            yield ready.name, self._run_part(ready)
+            yield ready.name, self._run_part(ready, waiting)
         for part in waiting:
-            yield part.name, self._skip(part, "its plan was not ready in time")
+            reason = "its plan was not ready in time" if isinstance(part, Part | ScriptPart) else "no time was left"
+            yield part.name, self._skip(part, reason)
+
+    def _refusal(self, part: CardPart, models_fault: str) -> str:
+        """Return why this machine cannot run a part; empty: it can."""
+        if isinstance(part, Part) and not effective_cap(part, self._session.total_bytes, self._others_bytes):
+            return shortage(part, self._session.total_bytes, self._others_bytes)
+        if isinstance(part, ScriptPart) and (missing := part.missing()):
+            return f"{missing} is not installed"
+        return models_fault if isinstance(part, ScriptPart) and part.models() else ""
+
+    def _queue_plan(self, part: CardPart, ceilings: Ceilings) -> None:
+        if isinstance(part, Part):
+            cap = effective_cap(part, self._session.total_bytes, self._others_bytes)
+            job = PlanJob(part=part, card=card_under_cap(ceilings, cap), host=self._host(part))
+            self._unplanned.append(("plan", part.name, job))
+        elif isinstance(part, ScriptPart):
+            card = card_under_cap(ceilings, ceilings.memory_bytes)
+            self._unplanned.append(
+                ("plan_script", part.name, ScriptPlanJob(script=part.path, folder=self._folder, card=card))
+            )
+        else:
+            self._answers[part.name] = Answer()
 
     def _measure_ceilings(self) -> tuple[Answer, EvidenceRecord]:
         session, header = self._session, begin_header()
@@ -143,7 +210,7 @@ class EvidenceRun:
             self._context_bytes = -(-answer.ceilings.context_with_libraries_bytes // MIB) * MIB
         return answer, self._record(CEILINGS, "no ceilings", answer, header(), ceilings=answer.ceilings)
 
-    def _next_ready(self, waiting: Sequence[Part]) -> Part | None:
+    def _next_ready(self, waiting: Sequence[CardPart]) -> CardPart | None:
         """Return the most valuable part whose plan is there; None when the time is over."""
         while self._remaining() > 0:
             self._plan()
@@ -160,15 +227,58 @@ class EvidenceRun:
                 self._answers[name] = answer_of(ended)
                 del self._planning[name]
         while self._unplanned and len(self._planning) < self._session.num_planners:
-            job = self._unplanned.pop(0)
-            self._planning[job.part.name] = self._start("plan", job, self._session.budget_s)
+            verb, name, job = self._unplanned.pop(0)
+            limit_s = _SCRIPT_PLAN_SECONDS if verb == "plan_script" else self._session.budget_s
+            self._planning[name] = self._start(verb, job, limit_s)
 
     def _host(self, part: Part) -> Host:
         available = self._session.host_bytes / GIB
         return Host(memory_gib=_HOST_SHARE * available if part.host_gib is None else min(part.host_gib, available))
 
-    def _run_part(self, part: Part) -> EvidenceRecord:
+    def _run_part(self, part: CardPart, waiting: Sequence[CardPart]) -> EvidenceRecord:
         answer = self._answers.pop(part.name)
+        if isinstance(part, Part):
+            return self._train(part, answer)
+        limit_s, refusal = plain_limit(part, self._remaining())
+        if refusal:
+            return self._skip(part, refusal)
+        header = begin_header()
+        self._session.say(f"{part.name}: {part.description}")
+        if isinstance(part, ScriptPart):
+            plan, answer = answer, self._run_script(part, waiting, limit_s)
+            figures = script_run(plan.planned_script, answer.measured_script, plan.message)
+            return self._record(part.name, part.description, answer, header(), script=figures)
+        if part.name == CURVES:
+            rows = self._folder / CURVES_FILE
+            job = CurvesJob(rows=rows, limit_s=limit_s - _ENDING_S)
+            answer = self._finish(self._start("curves", job, limit_s))
+            times = tuple(read_lines(rows, KernelTime))
+            return self._record(part.name, part.description, answer, header(), curves=times)
+        answer = self._finish(
+            self._start("kernels", KernelsJob(results=self._results, limit_s=limit_s - 2 * _ENDING_S), limit_s)
+        )
+        return self._record(part.name, part.description, answer, header())
+
+    def _run_script(self, part: ScriptPart, waiting: Sequence[CardPart], limit_s: float) -> Answer:
+        """Run a script; the next one imports its packages meanwhile."""
+        child = self._loaded.pop(part.name, None) or self._load(part)
+        later = next((other for other in waiting if isinstance(other, ScriptPart)), None)
+        if later is not None and later.name not in self._loaded:
+            self._loaded[later.name] = self._load(later)
+        self._go(part).touch()
+        return self._finish(child, limit_s)
+
+    def _load(self, part: ScriptPart) -> Child[Answer]:
+        job = ScriptJob(
+            script=part.path, folder=self._folder, go=self._go(part),
+            trace=self._results / "traces" / f"{part.path.stem}.json.gz",
+        )  # fmt: skip
+        return self._start("script", job, self._session.budget_s)
+
+    def _go(self, part: ScriptPart) -> Path:
+        return self._folder / f"{part.path.stem}.go"
+
+    def _train(self, part: Part, answer: Answer) -> EvidenceRecord:
         planned = answer.planned
         if planned is None:
             return self._skip(part, f"no plan: {answer.message}")
@@ -190,9 +300,11 @@ class EvidenceRun:
         training = _training(part, planned, job.cap_bytes, answer)
         return self._record(part.name, part.description, answer, header(), others_bytes=used or 0, training=training)
 
-    def _skip(self, part: Part, reason: str, planned: PlannedPart | None = None) -> EvidenceRecord:
-        cap = effective_cap(part, self._session.total_bytes, self._others_bytes)
-        training = None if planned is None else _training(part, planned, cap, Answer())
+    def _skip(self, part: CardPart, reason: str, planned: PlannedPart | None = None) -> EvidenceRecord:
+        training = None
+        if isinstance(part, Part) and planned is not None:
+            cap = effective_cap(part, self._session.total_bytes, self._others_bytes)
+            training = _training(part, planned, cap, Answer())
         answer = Answer(outcome=Outcome.SKIPPED, message=reason)
         return self._record(part.name, part.description, answer, begin_header()(), training=training)
 
@@ -202,8 +314,8 @@ class EvidenceRun:
         found = {"others_bytes": self._others_bytes} | found
         return EvidenceRecord(
             part=part, key=_key(part, self._session.card), description=description, outcome=answer.outcome,
-            message=answer.message,
-            card=self._session.card, **header, **found,
+            message=answer.message, card=self._session.card, driver=self._driver, versions=self._versions, **header,
+            **found,
         )  # fmt: skip
 
     def _start(self, verb: Verb, job: object, limit_s: float) -> Child[Answer]:
@@ -211,9 +323,12 @@ class EvidenceRun:
         self._children.append(child)
         return child
 
-    def _finish(self, child: Child[Answer]) -> Answer:
-        """Return the answer of a process on the card; planning goes on beside it."""
+    def _finish(self, child: Child[Answer], limit_s: float = float("inf")) -> Answer:
+        """Return the answer of a process, stopped after ``limit_s``; planning goes on beside it."""
+        end_s = self._session.clock() + limit_s
         while (ended := child.poll()) is None:
+            if self._session.clock() > end_s:
+                child.stop(f"stopped after {format_seconds(limit_s)}, its time limit")
             self._plan()
             self._session.sleep(_POLL_S)
         return answer_of(ended)
@@ -258,7 +373,7 @@ def measure_card(
         raise NoCard(NO_CARD)
     records = read_evidence(results / "records")  # a damaged file is told now, not after the run
     session = _session(minutes, say)
-    smallest = min((part.cap_bytes for part in parts), default=0)
+    smallest = min((part.cap_bytes if isinstance(part, Part) else _PLAIN_BYTES for part in parts), default=0)
     used = session.used_bytes() or 0
     if session.total_bytes - used < smallest * 9 // 10:
         raise NoCard(
@@ -274,12 +389,14 @@ def measure_card(
         write_evidence(records, results)
 
     experiment = Experiment[str, EvidenceRecord](
-        name="evidence", key=lambda part: _key(part, session.card), run=EvidenceRun(session, parts).run,
-        file=lambda _: EVIDENCE_FILE, line=lambda part, made: f"{part}: {made.outcome} {made.message}".strip(),
+        name="evidence", key=lambda part: _key(part, session.card), run=EvidenceRun(session, parts, results).run,
+        file=lambda record: CURVES_FILE if record.part == CURVES else EVIDENCE_FILE,
+        line=lambda part, made: f"{part}: {made.outcome} {made.message}".strip(),
     )  # fmt: skip
     names = [CEILINGS, *(part.name for part in parts)]
     made = experiment.run_missing(names, (), records=results / "records", say=say, on_record=on_record)
-    return made.new, [results / "records" / EVIDENCE_FILE, *write_evidence(records, results)]
+    written = {results / "records" / experiment.file(record) for record in made.new}
+    return made.new, [*sorted(written), *write_evidence(records, results)]
 
 
 def _session(minutes: float, say: Callable[[str], None]) -> Session:

@@ -1,13 +1,19 @@
 """``tables/evidence.md``: measured against planned figures of CUDA cards, from records alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
 
 from hybridtrain.reports.tables import MARKDOWN, write_page
 from hybridtrain.units import MIB, format_count, to_gib
-from hybridvalidation.experiments.card_session.record import CardMeasurements, Ceilings, CopyOverlap, EvidenceRecord
+from hybridvalidation.experiments.card_session.curve_table import curve_table, curves_explained
+from hybridvalidation.experiments.card_session.record import (
+    CardMeasurements,
+    Ceilings,
+    CopyOverlap,
+    EvidenceRecord,
+)
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Outcome
 
@@ -23,6 +29,17 @@ _HOW = (
     "kernel running."
 )
 
+_SCRIPT_HEADERS = (
+    "script", "steps", "step s", "planned", "allocated GiB", "planned", "reserved GiB", "planned", "device GiB",
+    "planned",
+)  # fmt: skip
+_HOW_SCRIPTS = (
+    "Scripts of others' libraries, on the whole card. Columns `planned`: what `hybridtrain virtual` answers about the "
+    "same script, and by how many percent it exceeds the measurement; its step times are estimates. Step: the median "
+    "from the end of one optimizer step to that of the next, without the first two, in which the allocator's events "
+    "are recorded."
+)
+
 
 def newest_evidence(records: Sequence[EvidenceRecord]) -> list[EvidenceRecord]:
     """Return the newest record of each part and card, in the order of first appearance; runs before skipped ones."""
@@ -32,6 +49,23 @@ def newest_evidence(records: Sequence[EvidenceRecord]) -> list[EvidenceRecord]:
         if held is None or held.outcome is Outcome.SKIPPED or record.outcome is not Outcome.SKIPPED:
             newest[record.key] = record
     return list(newest.values())
+
+
+def evidence_text(records: Sequence[EvidenceRecord], style: str) -> str:
+    """Return the tables of what was measured."""
+    return "\n\n".join(found for found, _ in _tables(records, style))
+
+
+def _tables(records: Sequence[EvidenceRecord], style: str) -> Iterator[tuple[str, str]]:
+    """Yield each table that has rows, with what its columns mean."""
+    ceilings = next((record.ceilings for record in records if record.ceilings is not None), None)
+    for record in records:
+        if record.curves and ceilings is not None:
+            yield curve_table(record.curves, ceilings, style), curves_explained(record.curves, ceilings)
+    if any(record.script is not None for record in records):
+        yield script_table(records, style), _HOW_SCRIPTS
+    if any(_is_trained(record) for record in records):
+        yield evidence_table(records, style), _HOW
 
 
 def evidence_table(records: Sequence[EvidenceRecord], style: str) -> str:
@@ -55,21 +89,43 @@ def write_evidence(records: Sequence[EvidenceRecord], results: Path) -> list[Pat
 def _card_parts(records: Sequence[EvidenceRecord]) -> list[str]:
     environment, parts = records[-1].environment, [f"## {records[0].card}"]
     parts += [_ceilings_text(record.ceilings) for record in records if record.ceilings is not None]
-    if any(_is_trained(record) for record in records):
-        parts += [evidence_table(records, MARKDOWN), _HOW]
+    parts += [text for pair in _tables(records, MARKDOWN) for text in pair]
     parts += [
         f"`{record.part}`, one step: {_overlap_text(overlap)}."
         for record in records
         if (overlap := _overlap(record)) is not None
     ]
     remarks = [
-        f"- `{record.part}`: {_outcome(record)}, {' '.join(record.message.split()) or 'no message'}"
+        f"- `{record.part}`: {_outcome(record)}, {' '.join(told.split()) or 'no message'}"
         for record in records
-        if record.message or record.outcome is not Outcome.OK
+        if (told := "; ".join(_remarks(record))) or record.outcome is not Outcome.OK
     ]
     parts += ["\n".join(remarks)] if remarks else []
     made = f"torch {environment.torch}, CUDA {environment.cuda}, {environment.num_cpus} processors, {environment.cpu}."
     return [*parts, made]
+
+
+def script_table(records: Sequence[EvidenceRecord], style: str) -> str:
+    """Return one row per script, planned beside measured."""
+    rows = [_script_row(record) for record in records if record.script is not None]
+    return tabulate(rows, headers=_SCRIPT_HEADERS, tablefmt=style, disable_numparse=True)
+
+
+def _script_row(record: EvidenceRecord) -> list[str]:
+    script = record.script
+    assert script is not None, "only scripts have a row"
+    planned, measured = script.planned, script.measured
+    step_s, planned_s = (None if figures is None else figures.step_time_s for figures in (measured, planned))
+    pairs = [
+        _pair(0 if planned is None else getattr(planned, name), 0 if measured is None else getattr(measured, name))
+        for name in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
+    ]
+    return [
+        record.part.removeprefix("script/"), "-" if measured is None else str(len(measured.step_seconds) + 1),
+        _outcome(record) if step_s is None else f"{step_s:.3f}",
+        "-" if planned_s is None else f"{planned_s:.3f}{_error(planned_s, step_s)}",
+        *(cell for pair in pairs for cell in pair),
+    ]  # fmt: skip
 
 
 def _row(record: EvidenceRecord) -> list[str]:
@@ -91,12 +147,22 @@ def _row(record: EvidenceRecord) -> list[str]:
 
 
 def _pair(predicted: int, measured: int) -> tuple[str, str]:
-    return f"{to_gib(measured):.3f}" if measured else "-", f"{to_gib(predicted):.3f}{_error(predicted, measured)}"
+    plan = f"{to_gib(predicted):.3f}{_error(predicted, measured)}" if predicted else "-"
+    return f"{to_gib(measured):.3f}" if measured else "-", plan
 
 
 def _error(predicted: float, measured: float | None) -> str:
     """Return the error of a prediction in percent of the measurement; empty without one."""
     return f" ({100 * (predicted - measured) / measured:+.1f} %)" if measured else ""
+
+
+def _remarks(record: EvidenceRecord) -> list[str]:
+    script = record.script
+    if script is None:
+        return [record.message] if record.message else []
+    caveats = () if script.planned is None else script.planned.caveats
+    found = [record.message, f"no plan: {script.plan_fault}" if script.plan_fault else "", *caveats]
+    return [text for text in found if text]
 
 
 def _outcome(record: EvidenceRecord) -> str:
