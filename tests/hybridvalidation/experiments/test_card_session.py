@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -785,6 +786,7 @@ class TestRehearsal:
     def parts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CardPart]:
         folder = tmp_path / "scripts"
         folder.mkdir()
+        import_module("torch._dynamo")  # while nothing is replaced: optimizers import it at their first step
         monkeypatch.chdir(tmp_path)  # scripts leave it
         monkeypatch.setattr(cuda_worker, "_BEGIN_S", float("inf"))  # no process starts here
         for name, text in {"ok": TINY_SCRIPT, "full": OUT_OF_MEMORY, "crash": "", "slow": "", "wrong": "1 / 0"}.items():
