@@ -1,8 +1,9 @@
-"""``python cpu_peak.py STEPS OUT [--as-cpu] SCRIPT ARGS...``: run a script for real on the CPU, measure its memory.
+"""``python cpu_peak.py STEPS OUT [--as-cpu | --plain] SCRIPT ARGS...``: run a script for real on the CPU, measure its memory.
 
 An independent check of a plan: torch's own profiler counts what the CPU's allocator gives and takes. The script ends
 when an optimizer begins its step number STEPS + 1. OUT gets peak bytes, and the bytes of parameters, gradients and
-optimizer state found in the optimizers' own tables. ``--as-cpu``: ``.cuda()`` and devices named cuda mean the CPU.
+optimizer state found in the optimizers' own tables. ``--as-cpu``: ``.cuda()`` and ``.to()`` of a card mean the CPU.
+``--plain``: without oneDNN, whose recurrent layers keep what no other implementation keeps.
 """
 
 import json
@@ -19,12 +20,23 @@ class Done(BaseException):
     """Enough steps."""
 
 
+def _stays(true_to: Any) -> Any:
+    def to(self: Any, device: Any, *rest: Any, **kwargs: Any) -> Any:
+        is_card = isinstance(device, int) or str(device).startswith("cuda")
+        return true_to(self, "cpu" if is_card else device, *rest, **kwargs)
+
+    return to
+
+
 def main() -> None:
     """Run, measure, write."""
     num_steps, out, *command = sys.argv[1:]
-    if command[0] == "--as-cpu":
-        command = command[1:]
+    option = command.pop(0) if command[0].startswith("--") else ""
+    if option == "--as-cpu":
         torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+        for kind in (torch.Tensor, torch.nn.Module):
+            kind.to = _stays(kind.to)  # type: ignore[method-assign,assignment]
+    torch.backends.mkldnn.set_flags(option != "--plain")
     counts: dict[int, int] = {}
     held: dict[str, int] = {}
     sizes: dict[int, dict[str, int]] = {}

@@ -17,7 +17,8 @@ import numpy as np
 _WORDS = [f"w{number}" for number in range(253)]
 _CHAT = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}"
 _METRIC = """\
-import datasets, evaluate
+import datasets
+import evaluate
 
 class StandIn(evaluate.Metric):
     def _info(self):
@@ -39,10 +40,10 @@ def sentence(num_words: int = 12) -> str:
     return " ".join(random.choices(_WORDS, k=num_words))
 
 
-def text(*paths: str, lines: int = 400, words: int = 20) -> None:
-    """Write files of text."""
+def text(*paths: str, lines: int = 400, words: int = 20, first: str = "") -> None:
+    """Write files of text; ``first`` stands at their beginning."""
     for path in paths:
-        _parent(path).write_text("\n".join(sentence(words) for _ in range(lines)) + "\n")
+        _parent(path).write_text(first + "\n".join(sentence(words) for _ in range(lines)) + "\n")
 
 
 def rows(path: str, row: Mapping[str, Any] | str, count: int = 64) -> None:

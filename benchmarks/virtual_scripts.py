@@ -36,13 +36,14 @@ _HEADER = """\
 # Public training scripts
 
 Made by `python benchmarks/virtual_scripts.py` from benchmarks/virtual_scripts.toml, where each script stands with its
-commit and arguments, written down before it was run. The scripts are unmodified. {num} scripts, {steps} steps each on
-a {card}; **planned**: nothing is computed. Data and checkpoints are small stand-ins.
+commit and arguments, written down before it was run. The scripts are unmodified. {num} scripts of the
+{registered} registered were tried, {steps} steps each on a {card}; **planned**: nothing is computed. Data and checkpoints are small stand-ins.
 
 {counts}
 
 - right: answered, and the independent check agrees. unchecked: answered, nothing to check with. wrong: answered, the
-  check disagrees. error: one clear sentence. crash: anything else. slow: more than {seconds} s of the processor or
+  check disagrees. error: one clear sentence. crash: anything else. not run: the
+  script fails on the CPU as well, or its stand-in does: our fault. slow: more than {seconds} s of the processor or
   {gib} GiB.
 - first, last: outcome of the first and of the last try. Failures stay.
 - check: the script trained on the CPU for real, planned peak (without cuBLAS' workspace) over the CPU's peak by torch's
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--page", action="store_true")
+    parser.add_argument("--keep-check", action="store_true", help="use the CPU's peak of the last try")
     arguments = parser.parse_args()
     register = tomllib.loads(HERE.joinpath("virtual_scripts.toml").read_text(encoding="utf-8"))
     chosen = [script for script in register["scripts"] if script["name"] == arguments.only]
@@ -82,9 +84,14 @@ def attempt(script: Mapping[str, Any], commit: str, arguments: argparse.Namespac
     place, environment = lay_out(script, commit, source, folder)
     made = _run([sys.executable, "-c", _prepared(script)], place, environment, 600)
     if made["code"]:
-        return line | {"outcome": "no data", "said": made["tail"]}
+        return line | {"said": made["tail"]}
     copy = folder / "copy"
-    if script.get("check", "").startswith(("cpu", "as cpu")):
+    known = (
+        [try_ for try_ in tries().get(script["name"], []) if "cpu_peak_bytes" in try_] if arguments.keep_check else []
+    )
+    if known:
+        line["cpu_peak_bytes"] = known[-1]["cpu_peak_bytes"]
+    elif script.get("check", "").startswith(("cpu", "as cpu")):
         shutil.copytree(folder / "repo", copy, symlinks=True)
     if not arguments.check:
         line |= planned(script, place, environment)
@@ -93,7 +100,7 @@ def attempt(script: Mapping[str, Any], commit: str, arguments: argparse.Namespac
         line |= checked(
             script, there, {name: value.replace(str(folder / "repo"), str(copy)) for name, value in environment.items()}
         )
-    return line | {"outcome": outcome(script, line)} if not arguments.check else line
+    return line
 
 
 def lay_out(script: Mapping[str, Any], commit: str, source: Path, folder: Path) -> tuple[Path, dict[str, str]]:
@@ -111,6 +118,7 @@ def lay_out(script: Mapping[str, Any], commit: str, source: Path, folder: Path) 
     if "overlay" in script:
         paths.insert(0, str(Path(sys.prefix, script["overlay"].replace("==", "-"))))
     environment = dict(os.environ) | {
+        "PATH": f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([*paths, str(HERE.parent)]), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"),
         "TORCH_HOME": str(folder / "torch"), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "COLUMNS": "200",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false", "MPLBACKEND": "agg",
@@ -142,8 +150,9 @@ def planned(script: Mapping[str, Any], place: Path, environment: dict[str, str])
     line = {key: done[key] for key in ("code", "seconds", "wall", "rss")}
     answer = _answer(done["out"])
     if answer is None or "peak_allocated_bytes" not in answer:
-        said = json.dumps(answer) if answer is not None else done["tail"]
-        return line | {"said": said[-600:], "limit": done["limit"], "clear": answer is not None}
+        is_clear = answer is not None and answer["error"] != "ScriptError"
+        said = done["tail"] if answer is None else f"{answer['error']}: {answer['message']}"
+        return line | {"said": said[-600:], "limit": done["limit"], "clear": is_clear}
     kept = ("peak_allocated_bytes", "peak_reserved_bytes", "params", "by_class", "verdict")
     basis = answer["basis"]
     notes = {
@@ -173,9 +182,9 @@ def checked(script: Mapping[str, Any], place: Path, environment: dict[str, str])
     """Run the script for real on the CPU; return its peak."""
     how, _, further = script["check"].partition(":")
     out = place / "cpu-peak.json"
-    options = ["--as-cpu"] if how == "as cpu" else []
+    options = {"as cpu": ["--as-cpu"], "cpu, plain": ["--plain"]}.get(how, [])
     command = [str(HERE / "cpu_peak.py"), str(STEPS), str(out), *options, *_command(script), *shlex.split(further)]
-    done = _run([sys.executable, *command], place, environment, 240)
+    done = _run([sys.executable, *command], place, environment, SECONDS)
     return json.loads(out.read_text()) if out.is_file() else {"check_failed": done["tail"][-300:]}
 
 
@@ -197,7 +206,7 @@ def _run(command: list[str], place: Path, environment: dict[str, str], seconds: 
                 break
             seen = _resident(child.pid)
             rss = max(rss, seen[0])
-            if rss > BYTES or seen[1] > seconds or time.monotonic() - begin > 4 * seconds:
+            if rss > BYTES or seen[1] > seconds or time.monotonic() - begin > 3 * seconds:
                 limit = "memory" if rss > BYTES else "time"
                 os.killpg(child.pid, signal.SIGKILL)
             time.sleep(0.2)
@@ -227,13 +236,18 @@ def _program() -> str:
 
 def outcome(script: Mapping[str, Any], line: Mapping[str, Any]) -> str:
     """Return the outcome of a record: its answer held against its check."""
+    check, said = script.get("check", ""), line.get("said", "")
     if "peak_allocated_bytes" not in line:
-        if script.get("check") == "no card" and line.get("clear"):
+        is_clear = line.get("clear", False) and "ScriptError" not in said
+        if check == "no card" and is_clear:
             return "right"
-        return "slow" if line.get("limit") else "error" if line.get("clear") else "crash"
-    if ratio(line) is not None:
-        return "right" if abs(ratio(line) - 1) <= BAND else "wrong"
-    name, _, value = script.get("check", "").partition(" = ")
+        if line.get("limit"):
+            return "slow"
+        return "error" if is_clear else "not run" if "check_failed" in line or "code" not in line else "crash"
+    found = ratio(line)
+    if found is not None:
+        return "right" if abs(found - 1) <= BAND else "wrong"
+    name, _, value = check.partition(" = ")
     if name == "params":
         return "right" if line["params"] == int(value.replace("_", "")) else "wrong"
     return "unchecked"
@@ -246,28 +260,41 @@ def ratio(line: Mapping[str, Any]) -> float | None:
     return (line["peak_allocated_bytes"] - line["cublas"]) / line["cpu_peak_bytes"]
 
 
-def page(scripts: list[Mapping[str, Any]]) -> str:
-    """Return the page of all records."""
-    tries: dict[str, list[dict[str, Any]]] = {}
+def tries() -> dict[str, list[dict[str, Any]]]:
+    """Return the records of each script."""
+    found: dict[str, list[dict[str, Any]]] = {}
     if RECORDS.is_file():
         for text in RECORDS.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
-            tries.setdefault(line["name"], []).append(line)
-    rows = list(_rows(scripts, tries))
-    known = [script for script in scripts if script["name"] in tries]
+            found.setdefault(line["name"], []).append(line)
+    return found
+
+
+def page(scripts: list[Mapping[str, Any]]) -> str:
+    """Return the page of all records."""
+    known_tries = tries()
+    rows = list(_rows(scripts, known_tries))
+    known = [script for script in scripts if script["name"] in known_tries]
     counts = []
     for title, index in (("First", 0), ("Last", -1)):
-        count = Counter(tries[script["name"]][index]["outcome"] for script in known)
+        count = Counter(outcome(script, known_tries[script["name"]][index]) for script in known)
         counts.append(f"{title} try: " + ", ".join(f"{number} {name}" for name, number in count.most_common()) + ".")
     head = _HEADER.format(
-        num=len(scripts), steps=STEPS, card=CARD, counts=" ".join(counts), seconds=SECONDS, gib=BYTES >> 30, band=BAND
+        num=len(known),
+        registered=len(scripts),
+        steps=STEPS,
+        card=CARD,
+        counts=" ".join(counts),
+        seconds=SECONDS,
+        gib=BYTES >> 30,
+        band=BAND,
     )
     return head + "\n".join(rows) + "\n"
 
 
-def _rows(scripts: list[Mapping[str, Any]], tries: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
+def _rows(scripts: list[Mapping[str, Any]], known: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     for script in scripts:
-        lines = tries.get(script["name"])
+        lines = known.get(script["name"])
         if not lines:
             continue
         first, last = lines[0], lines[-1]
@@ -283,7 +310,7 @@ def _rows(scripts: list[Mapping[str, Any]], tries: Mapping[str, list[dict[str, A
             else ""
         )
         yield (
-            f"| {script['name']} | {script['kind']} | {first['outcome']} | {last['outcome']} | {sizes} | "
+            f"| {script['name']} | {script['kind']} | {outcome(script, first)} | {outcome(script, last)} | {sizes} | "
             f"{last.get('seconds', '')} | {check} | {script.get('cause', '')} |"
         )
 
