@@ -27,6 +27,7 @@ from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods, as_device
+from hybridtrain.virtual_gpu.facade.tensor_types import card_types
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _TRUE_DEVICE = torch.device
@@ -50,7 +51,7 @@ def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) ->
     with ExitStack() as stack:
         for replaced in (
             ((torch.Tensor, name, value) for name, value in methods.names().items()),
-            ((torch.cuda, name, value) for name, value in cuda.items()),
+            ((torch.cuda, name, value) for name, value in (cuda | card_types()).items()),
             ((torch, name, value) for name, value in _torch_names(ledger, autocast).items()),
             [(torch, "_has_compatible_shallow_copy_type", methods.may_share_type)],
             _elsewhere(ledger, cuda),

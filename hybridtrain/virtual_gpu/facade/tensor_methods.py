@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtrain.virtual_gpu.facade.cuda_module import CARD
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.op_sets import META, is_truly_meta
+from hybridtrain.virtual_gpu.facade.tensor_types import CardType
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _CPU = torch.device("cpu")
@@ -144,6 +145,8 @@ class TensorMethods:
     def _type(self, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, str) and ".cuda." in dtype:
             return tensor.to(CARD, getattr(torch, dtype.rpartition(".")[2]).dtype)
+        if isinstance(dtype, CardType):
+            return tensor.to(CARD, dtype.dtype)
         if dtype is not None:
             return self._true.type(tensor, dtype, *args, **kwargs)
         name, here = self._true.type(tensor).replace("torch.meta.", "torch."), self._place(tensor)

@@ -145,7 +145,7 @@ class VirtualGpu:
         self.without_gradient: tuple[str, ...] = ()
         """Trainable parameters without a gradient at the last optimizer step: part of the model did not run."""
         self.num_params = 0
-        """Parameters of the largest module that ran."""
+        """Parameters of the largest module that ran, or of the largest optimizer."""
         self.oom: OutOfMemory | None = None
         """The error of the virtual card that ended the code; None: none, or caught by the code."""
         self._steps = steps
@@ -361,6 +361,7 @@ class VirtualGpu:
     def _before_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         missing = []
         self._note(optimizer).is_idle = False
+        self.num_params = max(self.num_params, sum(parameter.numel() for parameter in _parameters(optimizer)))
         for parameter in _parameters(optimizer):
             unit = self._unit_of(parameter)
             self.ledger.label(parameter, TensorClass.WEIGHT, unit)
