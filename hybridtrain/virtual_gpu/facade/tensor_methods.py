@@ -218,6 +218,8 @@ class TensorMethods:
         if here is None and is_truly_meta(tensor):
             raise NotImplementedError("Cannot copy out of meta tensor; no data! Use torch.nn.Module.to_empty().")
         target = Place.DEVICE if device.type == "cuda" else Place.HOST
+        if tensor.layout is not torch.strided:
+            raise self._ledger.unplanned(f"sparse tensors ({tensor.layout}) on the card are not planned")
         layout = kwargs.get("memory_format")
         is_as_asked = dtype in {None, tensor.dtype} and (layout is None or tensor.is_contiguous(memory_format=layout))
         if here is target and not copies and is_as_asked:

@@ -9,8 +9,8 @@ from torch import Tensor
 from hybridtrain.virtual_gpu.facade.cuda_module import CARD
 
 _NAMES = (
-    "FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor", "LongTensor", "IntTensor", "ShortTensor", "CharTensor",
-    "ByteTensor", "BoolTensor",
+    "FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor", "LongTensor", "IntTensor", "ShortTensor",
+    "CharTensor", "ByteTensor", "BoolTensor",
 )  # fmt: skip
 
 
