@@ -1,4 +1,4 @@
-"""``python cpu_peak.py STEPS OUT [--as-cpu | --plain] SCRIPT ARGS...``: run a script for real on the CPU, measure its memory.
+"""Run a script for real on the CPU and measure its memory: ``cpu_peak.py STEPS OUT [--as-cpu | --plain] SCRIPT ARGS``.
 
 An independent check of a plan: torch's own profiler counts what the CPU's allocator gives and takes. The script ends
 when an optimizer begins its step number STEPS + 1. OUT gets peak bytes, and the bytes of parameters, gradients and

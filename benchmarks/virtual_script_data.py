@@ -7,13 +7,13 @@ virtual_scripts.toml; nothing is downloaded.
 import gzip
 import json
 import pickle
-import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+_DRAWN = np.random.default_rng(0)
 _WORDS = [f"w{number}" for number in range(253)]
 _CHAT = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}"
 _METRIC = """\
@@ -37,7 +37,7 @@ def _parent(path: str) -> Path:
 
 def sentence(num_words: int = 12) -> str:
     """Return words of the stand-in vocabulary, as many as asked for."""
-    return " ".join(random.choices(_WORDS, k=num_words))
+    return " ".join(_DRAWN.choice(_WORDS, num_words))
 
 
 def text(*paths: str, lines: int = 400, words: int = 20, first: str = "") -> None:
@@ -76,11 +76,8 @@ def images(*folders: str, count: int = 16, size: int = 64, suffix: str = "png", 
     for folder in folders:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for number in range(count):
-            if mode == "mask":
-                made = Image.fromarray(pixels(size, size) % 2)
-            else:
-                made = Image.fromarray(pixels(size, size, 3))
-            made.save(Path(folder, f"{number:04d}.{suffix}"))
+            made = pixels(size, size) % 2 if mode == "mask" else pixels(size, size, 3)
+            Image.fromarray(made).save(Path(folder, f"{number:04d}.{suffix}"))
 
 
 def mnist(root: str, train: int = 2048, test: int = 1024) -> None:
@@ -140,7 +137,7 @@ def tokenizer(folder: str, *extra: str, mask: bool = False) -> None:
     from transformers import PreTrainedTokenizerFast
 
     words = ["[UNK]", "<s>", "</s>", *_WORDS, *extra, *(["[MASK]"] if mask else [])]
-    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if mask:
         made.post_processor = processors.TemplateProcessing(
@@ -192,7 +189,7 @@ def metric(name: str, *names: str, features: str = "") -> None:
     """Write a metric for ``evaluate`` whose values are constant."""
     kind = features or '{"predictions": datasets.Value("float"), "references": datasets.Value("float")}'
     Path(name).mkdir(parents=True, exist_ok=True)
-    stem = name.split("/")[-1]
+    stem = Path(name).name
     Path(name, f"{stem}.py").write_text(_METRIC.format(features=kind, names=list(names or (stem,))))
 
 
@@ -254,7 +251,7 @@ def captions(folder: str, *columns: str, count: int = 16, size: int = 64) -> Non
     lines = []
     for number in range(count):
         row = {"file_name": f"{number:04d}.png", "text": "a picture"}
-        row |= {column: f"{number:04d}.png" for column in columns}
+        row |= dict.fromkeys(columns, f"{number:04d}.png")
         lines.append(json.dumps(row))
     Path(folder, "metadata.jsonl").write_text("\n".join(lines))
 
@@ -276,9 +273,7 @@ def parquet(path: str, columns: str, count: int = 64, size: int = 64) -> None:
 
 
 def _graph(nodes: int, edges: int) -> Iterator[tuple[int, int]]:
-    drawn = random.Random(0)
-    for _ in range(edges):
-        yield drawn.randrange(nodes), drawn.randrange(nodes)
+    yield from map(tuple, np.random.default_rng(0).integers(0, nodes, (edges, 2)).tolist())
 
 
 def planetoid(root: str) -> None:

@@ -36,21 +36,20 @@ _HEADER = """\
 # Public training scripts
 
 Made by `python benchmarks/virtual_scripts.py` from benchmarks/virtual_scripts.toml, where each script stands with its
-commit and arguments, written down before it was run. The scripts are unmodified. {num} scripts of the
-{registered} registered were tried, {steps} steps each on a {card}; **planned**: nothing is computed. Data and checkpoints are small stand-ins.
+commit and arguments, written down before it was run. {num} scripts of the {registered} registered were tried,
+unmodified, {steps} steps each on the {card}. **Planned**: nothing is computed. Data and checkpoints are stand-ins.
 
 {counts}
 
-- right: answered, and the independent check agrees. unchecked: answered, nothing to check with. wrong: answered, the
-  check disagrees. error: one clear sentence. crash: anything else. not run: the
-  script fails on the CPU as well, or its stand-in does: our fault. slow: more than {seconds} s of the processor or
-  {gib} GiB.
-- first, last: outcome of the first and of the last try. Failures stay.
-- check: the script trained on the CPU for real, planned peak (without cuBLAS' workspace) over the CPU's peak by torch's
-  profiler; right within {band:.0%}: the two devices take different scratch, and batches are in the CPU's peak. Or the
-  number of parameters, by hand or as published.
+- right: answered, and the independent check agrees. wrong: answered, the check disagrees. unchecked: answered, nothing
+  to check with. error: one clear sentence. crash: any other end. slow: more than {seconds} s of the processor, or
+  {gib} GiB. not run: it fails on the CPU as well, or its stand-in does, which is our fault.
+- first, last: outcomes of the first and of the last try. Failures stay.
+- check: the script trained on the CPU for real. The number is the planned peak, without cuBLAS' workspace, over the
+  CPU's peak by torch's profiler. It is right within {band:.0%}: the two devices take different scratch, and the CPU's
+  peak holds the loader's batches. Or the number of parameters, by hand or as published.
 
-| script | kind | first | last | allocated MiB | reserved MiB | processor s | check | cause of a failure |
+| script | kind | first | last | allocated MiB | reserved MiB | processor s | check | cause |
 |---|---|---|---|--:|--:|--:|---|---|
 """
 
@@ -62,7 +61,9 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--page", action="store_true")
-    parser.add_argument("--keep-check", action="store_true", help="use the CPU's peak of the last try")
+    parser.add_argument(
+        "--keep-check", action="store_true", help="use the CPU's peak of an earlier try with the same arguments"
+    )
     arguments = parser.parse_args()
     register = tomllib.loads(HERE.joinpath("virtual_scripts.toml").read_text(encoding="utf-8"))
     chosen = [script for script in register["scripts"] if script["name"] == arguments.only]
@@ -109,8 +110,8 @@ def lay_out(script: Mapping[str, Any], commit: str, source: Path, folder: Path) 
     take = script.get("take", str(path.parent)).split()
     (folder / "repo").mkdir()
     git = source / ".git" if (source / ".git").is_dir() else source
-    packed = subprocess.run(["git", "-C", str(git), "archive", commit, *take], check=True, capture_output=True)
-    subprocess.run(["tar", "x"], input=packed.stdout, cwd=folder / "repo", check=True)
+    packed = subprocess.run(["/usr/bin/git", "-C", str(git), "archive", commit, *take], check=True, capture_output=True)
+    subprocess.run(["/usr/bin/tar", "x"], input=packed.stdout, cwd=folder / "repo", check=True)
     place = folder / "repo" / script.get("cwd", "" if "module" in script else path.parent)
     paths = [str(folder / "repo" / script["python_path"])] if "python_path" in script else []
     if "module" in script:
@@ -119,9 +120,10 @@ def lay_out(script: Mapping[str, Any], commit: str, source: Path, folder: Path) 
         paths.insert(0, str(Path(sys.prefix, script["overlay"].replace("==", "-"))))
     environment = dict(os.environ) | {
         "PATH": f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([*paths, str(HERE.parent)]), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"),
-        "TORCH_HOME": str(folder / "torch"), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "COLUMNS": "200",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false", "MPLBACKEND": "agg",
+        "PYTHONPATH": os.pathsep.join([*paths, str(HERE.parent)]), "HF_HOME": str(folder / "hub"),
+        "HF_HUB_OFFLINE": "1", "TORCH_HOME": str(folder / "torch"), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false",
+        "MPLBACKEND": "agg",
     }  # fmt: skip
     if script.get("terminal"):
         (folder / "bin").mkdir()
@@ -180,7 +182,7 @@ def _answer(out: str) -> dict[str, Any] | None:
 
 def checked(script: Mapping[str, Any], place: Path, environment: dict[str, str]) -> dict[str, Any]:
     """Run the script for real on the CPU; return its peak."""
-    how, _, further = script["check"].partition(":")
+    how, _, further = script["check"].partition("; params")[0].partition(":")
     out = place / "cpu-peak.json"
     options = {"as cpu": ["--as-cpu"], "cpu, plain": ["--plain"]}.get(how, [])
     command = [str(HERE / "cpu_peak.py"), str(STEPS), str(out), *options, *_command(script), *shlex.split(further)]
@@ -247,8 +249,8 @@ def outcome(script: Mapping[str, Any], line: Mapping[str, Any]) -> str:
     found = ratio(line)
     if found is not None:
         return "right" if abs(found - 1) <= BAND else "wrong"
-    name, _, value = check.partition(" = ")
-    if name == "params":
+    value = check.partition("params = ")[2]
+    if value:
         return "right" if line["params"] == int(value.replace("_", "")) else "wrong"
     return "unchecked"
 
@@ -302,13 +304,8 @@ def _rows(scripts: list[Mapping[str, Any]], known: Mapping[str, list[dict[str, A
             f"{last[key] / 2**20:.1f}" if key in last else "" for key in ("peak_allocated_bytes", "peak_reserved_bytes")
         )
         found = ratio(last)
-        check = (
-            f"{found:.2f}"
-            if found is not None
-            else script.get("check", "")
-            if "params" in script.get("check", "")
-            else ""
-        )
+        how = script.get("check", "")
+        check = f"{found:.2f}" if found is not None else "params" if "params" in how else ""
         yield (
             f"| {script['name']} | {script['kind']} | {outcome(script, first)} | {outcome(script, last)} | {sizes} | "
             f"{last.get('seconds', '')} | {check} | {script.get('cause', '')} |"
