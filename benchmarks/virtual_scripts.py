@@ -32,6 +32,8 @@ SECONDS, BYTES = 120, 4 * 2**30
 BAND = 0.25
 """How far a plan may be from the CPU's peak: kernels of the two devices take different scratch, and the CPU's peak
 holds the batches that the loader made."""
+_MISSING = ("No module named", "Name or service not known", "Failed to resolve")
+"""What a script says where a package or the network is missing."""
 _HEADER = """\
 # Public training scripts
 
@@ -43,7 +45,8 @@ unmodified, {steps} steps each on the {card}. **Planned**: nothing is computed. 
 
 - right: answered, and the independent check agrees. wrong: answered, the check disagrees. unchecked: answered, nothing
   to check with. error: one clear sentence. crash: any other end. slow: more than {seconds} s of the processor, or
-  {gib} GiB. not run: it fails on the CPU as well, or its stand-in does, which is our fault.
+  {gib} GiB. not run: it fails on the CPU as well, its stand-in does, or a package or download is
+  missing: our fault.
 - first, last: outcomes of the first and of the last try. Failures stay.
 - check: the script trained on the CPU for real. The number is the planned peak, without cuBLAS' workspace, over the
   CPU's peak by torch's profiler. It is right within {band:.0%}: the two devices take different scratch, and the CPU's
@@ -245,7 +248,8 @@ def outcome(script: Mapping[str, Any], line: Mapping[str, Any]) -> str:
             return "right"
         if line.get("limit"):
             return "slow"
-        return "error" if is_clear else "not run" if "check_failed" in line or "code" not in line else "crash"
+        is_ours = "check_failed" in line or "code" not in line or any(text in said for text in _MISSING)
+        return "error" if is_clear else "not run" if is_ours else "crash"
     found = ratio(line)
     if found is not None:
         return "right" if abs(found - 1) <= BAND else "wrong"
