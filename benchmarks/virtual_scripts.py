@@ -235,7 +235,7 @@ def _resident(pid: int) -> tuple[int, float]:
 
 
 def _program() -> str:
-    git = ["git", "-C", str(HERE), "rev-parse", "--short=12", "HEAD"]
+    git = ["git", "-C", str(HERE.parent), "log", "-1", "--format=%h", "--abbrev=12", "--", "hybridtrain"]
     return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
 
 
