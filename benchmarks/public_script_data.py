@@ -1,7 +1,7 @@
 """Stand-ins for the data, checkpoints and metrics that public training scripts load; sizes only, values at random.
 
 Each function writes into the current folder, under the name that a script opens. Shared by the register
-virtual_scripts.toml; nothing is downloaded.
+public_scripts.toml; nothing is downloaded.
 """
 
 import gzip
@@ -359,38 +359,3 @@ def style_network(root: str) -> None:
     folder = Path(root, "hub", "checkpoints")
     folder.mkdir(parents=True)
     torch.save(vgg16().state_dict(), folder / "vgg16-397923af.pth")
-
-
-def llama_8b(folder: str) -> None:
-    """Save Llama 3.1 8B in bfloat16 as shapes without values, and a tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from hybridtrain.virtual_gpu import VirtualGpu
-
-    tokenizer(folder)
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8,
-    )  # fmt: skip
-    with VirtualGpu("rtx-4090"):
-        LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-
-
-def litgpt_8b(folder: str) -> None:
-    """Save LitGPT's Llama 3.1 8B in bfloat16 as shapes without values, and a tokenizer."""
-    import torch
-    from litgpt import GPT, Config
-    from litgpt.utils import save_config
-
-    from hybridtrain.virtual_gpu import VirtualGpu
-
-    tokenizer(folder)
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    Path(folder, "tokenizer_config.json").write_text(json.dumps(named))
-    config = Config.from_name("Llama-3.1-8B")
-    save_config(config, Path(folder))
-    with VirtualGpu("rtx-4090"):
-        torch.save(
-            {name: value.bfloat16() for name, value in GPT(config).state_dict().items()}, f"{folder}/lit_model.pth"
-        )
