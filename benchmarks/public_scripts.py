@@ -20,6 +20,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,12 @@ def main() -> None:
 
 def attempt(script: Mapping[str, Any], commit: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Lay a script out with its data, plan it, check it; return the record."""
-    line: dict[str, Any] = {"name": script["name"], "script_commit": commit, "program": _program()}
+    line: dict[str, Any] = {
+        "name": script["name"],
+        "script_commit": commit,
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S"),
+    }
+    line["environment"] = {"commit": _program(), "torch": version("torch")}
     source = arguments.repositories / script["repository"].replace("/", "+") / "repo"
     place, environment = lay_out(script, commit, source, folder)
     made = _run([sys.executable, "-c", _prepared(script)], place, environment, 600)
