@@ -168,7 +168,7 @@ def test_code_without_a_step_has_a_peak_and_its_plan_is_a_lower_bound() -> None:
 
 
 def test_an_unknown_card_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rtx-4090"):
+    with pytest.raises(ConfigError, match="list cards"):
         VirtualGpu("rtx-4091")
 
 
