@@ -27,6 +27,7 @@ from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods, as_device
+from hybridtrain.virtual_gpu.facade.traced_attention import flex_attention
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _TRUE_DEVICE = torch.device
@@ -130,6 +131,8 @@ def _kernels(ledger: VirtualLedger) -> Replaced:
 
     for owner in (torch._VF, torch):
         yield owner, "dropout", dropout
+    flex = import_module("torch.nn.attention.flex_attention")
+    yield flex, "flex_attention", flex_attention(flex.flex_attention)
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         yield torch._VF, name, _unfused(ledger, name)
 
@@ -330,25 +333,35 @@ def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
         "set_autocast_gpu_enabled": lambda enabled: set_enabled("cuda", enabled),
         "clear_autocast_cache": clear,
         "Generator": Generator,
-        "compile": partial(_not_compiled, ledger),
+        "compile": partial(_compile, ledger),
         "device": _Device,
         "get_default_device": _default_device,
         "get_device_module": lambda *_args: torch.cuda,
     }
 
 
-def _not_compiled(ledger: VirtualLedger, model: Any = None, **kwargs: Any) -> Any:
-    """Return the function that was to be compiled as it is: a virtual card runs eager code.
+def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:
+    """Return the compiled function, planned as Inductor's graphs; for other backends the function, which is noted.
 
     One function is left out: an update of a parameter that torchao compiles, and only so, into a kernel that writes
     into its arguments (torchao/optim/adam.py); eager it would hold copies in fp32 that no card ever sees.
     """
+    if model is None:
+        return partial(_compile, ledger, **options)
     module = getattr(model, "__module__", None) or ""
     if module.startswith("torchao.") and getattr(model, "__name__", "") == "single_param_adam":
         return do_nothing
-    if not kwargs.get("disable"):
-        ledger.seen.compiled.append(f"torch.compile at {where_called()}")
-    return (lambda found: found) if model is None else model
+    backend = options.get("backend", "inductor")
+    if options.get("disable") or backend == "eager":
+        return model
+    place = f"torch.compile at {where_called()}"
+    if backend != "inductor":
+        ledger.seen.compiled.append(f"{place} (backend {getattr(backend, '__name__', backend)})")
+        return model
+    modes = torch._inductor.list_mode_options(options["mode"]) if options.get("mode") else {}
+    if (modes | (options.get("options") or {})).get("triton.cudagraphs"):
+        ledger.seen.approximated.setdefault("CUDA graphs keep pools of memory of their own, not counted", place)
+    return import_module("hybridtrain.virtual_gpu.facade.compiled_code").compiled(ledger, model, place)
 
 
 def _without_pins(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

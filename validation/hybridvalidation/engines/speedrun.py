@@ -1,4 +1,4 @@
-"""modded-nanogpt's training of GPT-2 of the winter of 2024 and 2025, compiled: model, optimizers and loop rewritten here.
+"""modded-nanogpt's training of GPT-2, compiled, of December 2024 to May 2025: model, optimizers and loop rewritten here.
 
 T tokens of a card in one sequence, D width, H heads, V vocabulary. A run is described by what its record changed: the
 number of value embeddings, layers without attention, merged projections, float8 in the head, distributed gradients.
@@ -20,7 +20,6 @@ from hybridtrain.virtual_gpu.account.op_rules import register_scratch
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
-from hybridvalidation.engines.compiled import compiling
 
 _WORLD = 8
 _STEPS = 2
@@ -32,7 +31,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     settings = {**common, **config}
     allocator = AllocatorConfig(expandable_segments=settings["expandable_segments"])
     gpu = VirtualGpu(find_card(card), world=_WORLD, allocator=allocator)
-    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu):
+    with suppress(torch.OutOfMemoryError), gpu:
         dist.init_process_group("nccl")
         _train(settings)
         dist.destroy_process_group()
@@ -41,33 +40,21 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
 
 
 def _train(settings: Mapping[str, Any]) -> None:
-    model = GPT(settings).cuda()
-    if settings["all_bf16"]:
-        model.bfloat16()
-    for module in model.modules():
-        if settings["all_bf16"] and isinstance(module, CastedLinear):
-            module.float()
-        elif isinstance(module, nn.Embedding):
-            module.bfloat16()
+    model = _model(settings)
     compiled: Any = torch.compile(model, dynamic=False)
-    called = compiled
-    if settings["ddp"]:
-        called = DistributedDataParallel(
-            compiled, device_ids=[0], broadcast_buffers=False, gradient_as_bucket_view=True
-        )  # fmt: skip
+    called = _distributed(compiled) if settings["ddp"] else compiled
     matrices = [parameter for parameter in model.blocks.parameters() if parameter.dim() >= 2]
     kept = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in kept]
-    optimizers = [torch.optim.Adam(others, betas=(0.8, 0.95), fused=True), Muon(matrices)]
+    optimizers: list[Any] = [torch.optim.Adam(others, betas=(0.8, 0.95), fused=True), Muon(matrices)]
     window = torch.tensor(1, dtype=torch.int32).cuda()
 
     def step() -> None:
         called(*_batch(settings["tokens"]), window).backward()
-        if not settings["ddp"]:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        for parameter in () if settings["ddp"] else model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
         for optimizer in optimizers:
-            optimizer.step()  # type: ignore[no-untyped-call]
+            optimizer.step()
         model.zero_grad(set_to_none=True)
 
     if settings["warmup"]:
@@ -87,6 +74,22 @@ def _train(settings: Mapping[str, Any]) -> None:
     model.train()
     for _ in range(_STEPS):
         step()
+
+
+def _model(settings: Mapping[str, Any]) -> "GPT":
+    model = GPT(settings).cuda()
+    if settings["all_bf16"]:
+        model.bfloat16()
+    for module in model.modules():
+        if settings["all_bf16"] and isinstance(module, CastedLinear):
+            module.float()
+        elif isinstance(module, nn.Embedding):
+            module.bfloat16()
+    return model
+
+
+def _distributed(model: nn.Module) -> Any:
+    return DistributedDataParallel(model, device_ids=[0], broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def _batch(tokens: int) -> tuple[Tensor, Tensor]:
@@ -130,9 +133,10 @@ def orthogonal(gradient: Tensor, steps: int) -> Tensor:
     x = x.mT if is_tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
-        square = x @ x.mT
+        square: Tensor = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.mT if is_tall else x
+    found: Tensor = x.mT if is_tall else x
+    return found
 
 
 def norm(x: Tensor) -> Tensor:
@@ -193,7 +197,7 @@ class Attention(nn.Module):
             q, k, v = (part(x).view(*rows, _HEADS, -1) for part in (self.q, self.k, self.v))
         v = self.mix[0] * v if extra is None else self.mix[0] * v + self.mix[1] * extra.view_as(v)
         q, k = self.rotary(norm(q)), self.rotary(norm(k))
-        y: Any = attention.flex_attention(*(part.transpose(1, 2) for part in (q, k, v)))
+        y: Any = attention.flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         joined: Tensor = self.out(y.transpose(1, 2).contiguous().view(*rows, -1))
         return joined
 
@@ -248,7 +252,8 @@ class GPT(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         if not self.settings["float8"]:
-            return (self.settings["cap"] * torch.tanh(self.head(x) / self.settings["cap"])).float()
+            capped: Tensor = self.settings["cap"] * torch.tanh(self.head(x) / self.settings["cap"])
+            return capped.float()
         product: Tensor = float8_product(x.flatten(0, -2), self.head.weight)[0] if self.training else self.head(x)
         return 30 * torch.sigmoid(product.float() / 7.5)
 

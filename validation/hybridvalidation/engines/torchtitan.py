@@ -23,7 +23,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.cards.card import Card, find_card
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
-from hybridvalidation.engines.compiled import compiling
 
 _ATEN = torch.ops.aten
 _SAVED = frozenset(
@@ -39,7 +38,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     settings = {**common, **config}
     allocator = AllocatorConfig(expandable_segments=settings["expandable_segments"])
     gpu = VirtualGpu(_card(find_card(card), settings), world=settings["world"], allocator=allocator)
-    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu):
+    with suppress(torch.OutOfMemoryError), gpu:
         dist.init_process_group("nccl")
         _train(settings)
         largest = torch.cuda.max_memory_reserved()
@@ -83,7 +82,7 @@ def _sharded(model: "Transformer", mesh: Any, *, compiles: bool) -> "Transformer
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     last = len(model.layers) - 1
     for name, block in model.layers.named_children():
-        wrapped = checkpoint_wrapper(block, context_fn=_selective, preserve_rng_state=False)
+        wrapped: Any = checkpoint_wrapper(block, context_fn=_selective, preserve_rng_state=False)
         model.layers.register_module(name, torch.compile(wrapped, fullgraph=True) if compiles else wrapped)
     for name, block in model.layers.items():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=int(name) < last)
