@@ -11,7 +11,7 @@ needs more, and is noted with its reason. Breaks that only Dynamo would make are
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
@@ -32,10 +32,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridtrain.virtual_gpu.facade.compiled_graph import GraphBuffers
 from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast, choose_attention
@@ -43,6 +45,8 @@ from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _OF_MODULES = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
+_FEW_LAYERS = 8
+"""Layers of one class from which a model is a chain of graphs."""
 _NUMBERS = itertools.count(1)
 """Numbers of checkpointed calls in a graph: at the boundary of two calls something is saved."""
 Maker = Callable[[Iterator[Tensor]], Tensor]
@@ -136,21 +140,40 @@ class CompiledFunction:
         call = _Call.of(self._function, self._module, args, kwargs)
         key = self._who, call.key
         if key not in self._known:
-            try:
-                self._known[key] = _trace(self._ledger, call, self._call_plainly)
-            except Exception as error:  # noqa: BLE001  whatever it is, eager code is an upper bound
-                self._known[key] = None
-                reason = str(error).strip().partition("\n")[0][:100]
-                if not isinstance(error, NotCapturedError):
-                    reason = f"{type(error).__name__}: {reason}"
-                self._ledger.seen.compiled.append(f"{self._place} ({reason})")
-            else:
-                self._ledger.seen.captured.append(self._place)
+            self._known[key] = self._find(call)
         graphs = self._known[key]
-        return self._call_plainly(*args, **kwargs) if graphs is None else graphs.run(call)
+        if graphs is None:
+            return self._call_plainly(*args, **kwargs)
+        return graphs.run(self, call) if isinstance(graphs, _Chain) else graphs.run(call)
+
+    def _find(self, call: "_Call") -> "_Graphs | _Chain | None":
+        """Trace a call, as a chain of layers if it is one; return None for what runs as eager code."""
+        try:
+            if self._module is not None and self._is_whole:
+                layers = _repeated(self._module)
+                if layers:
+                    try:
+                        found: _Graphs | _Chain = _chain(self, call, layers)
+                    except Exception:  # noqa: BLE001  then all is one graph
+                        found = _trace(self._ledger, call, self._call_plainly)
+                else:
+                    alike = self._who, call.shape_key, _signature(self._ledger, call, self._call_plainly)[0]
+                    if alike not in self._known:
+                        self._known[alike] = _trace(self._ledger, call, self._call_plainly)
+                    found = self._known[alike]  # type: ignore[assignment]
+            else:
+                found = _trace(self._ledger, call, self._call_plainly)
+        except Exception as error:  # noqa: BLE001  whatever it is, eager code is an upper bound
+            reason = str(error).strip().partition("\n")[0][:100]
+            if not isinstance(error, NotCapturedError):
+                reason = f"{type(error).__name__}: {reason}"
+            self._ledger.seen.compiled.append(f"{self._place} ({reason})")
+            return None
+        self._ledger.seen.captured.append(self._place)
+        return found
 
 
-_KNOWN: WeakKeyDictionary[VirtualLedger, dict[Hashable, "_Graphs | None"]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[VirtualLedger, dict[Hashable, "_Graphs | _Chain | None"]] = WeakKeyDictionary()
 """Graphs of each card; None: of what is run as eager code."""
 
 
@@ -205,6 +228,8 @@ class _Call:
     places: dict[int, int]
     spec: pytree.TreeSpec
     key: Hashable
+    shape_key: Hashable
+    """The part of the key that does not come from attributes of modules."""
 
     @staticmethod
     def of(function: Any, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call":
@@ -237,14 +262,22 @@ class _Call:
         parts = [_Part.of(tensor) for tensor in tensors]
         rest = tuple(_constant(leaf) for n, leaf in enumerate(leaves) if n not in places)
         kinds = tuple(_kind(tensor) for part in parts for tensor in part.tensors)
-        key = (
-            kinds, tuple(numbers[id(value)] for _, value in found), str(spec), rest, tuple(_facts(one) for one in each),
+        shape_key = (
+            kinds, tuple(numbers[id(value)] for _, value in found), str(spec), rest, tuple(type(one) for one in each),
             torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"),
         )  # fmt: skip
+        key = shape_key, tuple(_facts(one) for one in each)
         return _Call(
             modules=modules, slots=[(slot, numbers[id(value)]) for slot, value in found], parts=parts,
-            num_held=num_held, arguments=leaves, places=places, spec=spec, key=key,
+            num_held=num_held, arguments=leaves, places=places, spec=spec, key=key, shape_key=shape_key,
         )  # fmt: skip
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = list(self.arguments)
+        for position, number in self.places.items():
+            leaves[position] = tensors[number]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -356,10 +389,7 @@ def _trace(ledger: VirtualLedger, call: _Call, function: Callable[..., Any]) -> 
     def flat(*given: Tensor) -> list[Tensor]:
         left = iter(given)
         tensors = [part.make(left) for part in call.parts]
-        leaves = list(call.arguments)
-        for position, number in call.places.items():
-            leaves[position] = tensors[number]
-        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+        args, kwargs = call.with_tensors(tensors)
         with _holding(call, tensors) as assigned, _OnHost():
             result = function(*args, **kwargs)
         graphs.leaves, graphs.spec = pytree.tree_flatten(result)
@@ -378,6 +408,170 @@ def _trace(ledger: VirtualLedger, call: _Call, function: Callable[..., Any]) -> 
         traced(*(_twin(tensor) for tensor in call.tensors))
     graphs.run_graphs = traced
     return graphs
+
+
+class _Signature(TorchDispatchMode):
+    """Notes each op of a forward pass, its operands by the order in which they come up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Hashable] = []
+        self._numbers = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        meta = fx.traceback.current_meta
+        leaves = pytree.tree_leaves((args, kwargs, out))
+        marks = bool(meta.get("recompute")), meta.get("custom", {}).get("unit", "")
+        self.ops.append((func, marks, tuple(self._fact(leaf) for leaf in leaves)))
+        return out
+
+    def _fact(self, leaf: Any) -> Hashable:
+        if isinstance(leaf, Tensor):
+            return self._numbers.setdefault(leaf, len(self._numbers)), _kind(leaf)
+        return _constant(leaf)
+
+
+def _signature(ledger: VirtualLedger, call: _Call, function: Callable[..., Any]) -> tuple[Hashable, Any]:
+    """Return what a call computes, by which calls of one graph are known, and its result."""
+    with _tracing(ledger, call.modules), _Signature() as seen:
+        tensors = [part.make(iter([_twin(tensor) for tensor in part.tensors])) for part in call.parts]
+        args, kwargs = call.with_tensors(tensors)
+        with _holding(call, tensors), _OnHost():
+            result = function(*args, **kwargs)
+    return tuple(seen.ops), result
+
+
+def _repeated(module: nn.Module) -> Sequence[nn.Module]:
+    """Return the longest list of layers of one class, from ``_FEW_LAYERS`` on."""
+    lists = [
+        [*one] for one in module.modules()
+        if isinstance(one, nn.ModuleList) and len(one) >= _FEW_LAYERS and len({type(layer) for layer in one}) == 1
+    ]  # fmt: skip
+    return max(lists, key=len, default=[])
+
+
+class _Reached(BaseException):
+    """The first layer of a chain is called."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        super().__init__()
+        self.args_of_layer, self.surroundings = (args, kwargs), _surroundings()
+
+
+def _surroundings() -> Hashable:
+    """Return what around an op decides what it does, or what of it is kept."""
+    backends = torch.backends.cuda
+    return (
+        bool(fx.traceback.current_meta.get("recompute")), torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"), backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chain:
+    """A model as three kinds of graphs: before its layers, of each layer, and after them.
+
+    So a layer is traced once, and not as often as there are layers. Its results are in memory, as in a graph of the
+    whole model, but for what its first op could fuse with.
+    """
+
+    layers: Sequence[Callable[..., Any]]
+    before: _Graphs
+    after: _Graphs
+    passed: dict[int, int]
+    """Leaf of a layer's arguments -> leaf of the previous layer's result."""
+
+    def run(self, function: CompiledFunction, call: _Call) -> Any:
+        """Return the model's result."""
+        leaves, spec = pytree.tree_flatten(self.before.run(call))
+        result: Any = None
+        for number, layer in enumerate(self.layers):
+            if number:
+                results = pytree.tree_leaves(result)
+                leaves = [results[self.passed[n]] if n in self.passed else leaf for n, leaf in enumerate(leaves)]
+                del results
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            result = layer(*args, **kwargs)
+        del leaves, args, kwargs
+        return self.after.run(_after_call(function, call, result))
+
+
+def _after_call(function: CompiledFunction, call: _Call, result: Any) -> _Call:
+    args, kwargs = pytree.tree_unflatten(call.arguments, call.spec)
+    return _Call.of(function._function, function._module, (result, args, kwargs), {})
+
+
+def _chain(function: CompiledFunction, call: _Call, layers: Sequence[nn.Module]) -> _Chain:
+    """Trace what is before and after a model's layers.
+
+    Raises:
+        NotCapturedError: A layer takes something else than the last one's result and what the first one takes.
+    """
+    ledger, plain = function._ledger, function._call_plainly
+
+    def before(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with mock.patch.object(layers[0], "forward", _raise_reached):
+                plain(*args, **kwargs)
+        except _Reached as reached:
+            around.append(reached.surroundings)
+            return reached.args_of_layer
+        raise NotCapturedError("its layers are not called")
+
+    around: list[Hashable] = []
+    first = _trace(ledger, call, before)
+    if any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in first.leaves):
+        raise NotCapturedError("its layers share an object")
+    _, (args, kwargs) = _signature(ledger, call, before)
+    inner = _Call.of(layers[0], layers[0], args, kwargs)
+    forward = layers[0].forward
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        around.append(_surroundings())
+        return forward(*args, **kwargs)
+
+    with mock.patch.object(layers[0], "forward", noting):
+        _, result = _signature(ledger, inner, layers[0])
+    if len(set(around)) > 1:
+        raise NotCapturedError("a checkpoint or another context is around its layers")
+    passed: dict[int, int] = {}
+    calls: list[Any] = []
+
+    def after(result: Any, args: Any, kwargs: Any) -> Any:
+        calls.clear()
+        found = {id(leaf): n for n, leaf in enumerate(pytree.tree_leaves(result))}
+
+        def layer(*args: Any, **kwargs: Any) -> Any:
+            calls.append(pytree.tree_leaves((args, kwargs)))
+            return result
+
+        with ExitStack() as stack:
+            for one in layers:
+                stack.enter_context(mock.patch.object(one, "forward", layer))
+            out = plain(*args, **kwargs)
+        passed.clear()
+        passed.update({n: found[id(leaf)] for n, leaf in enumerate(calls[1]) if id(leaf) in found})
+        if len(calls) != len(layers) or any(not _follows(one, calls[0], found, passed) for one in calls[1:]):
+            raise NotCapturedError("its layers are no chain")
+        return out
+
+    last = _trace(ledger, _after_call(function, call, pytree.tree_map_only(Tensor, _twin, result)), after)
+    compiled_layers = [CompiledFunction(ledger, layer, function._place) for layer in layers]
+    return _Chain(layers=compiled_layers, before=first, after=last, passed=dict(passed))
+
+
+def _follows(leaves: list[Any], first: list[Any], found: Mapping[int, int], passed: Mapping[int, int]) -> bool:
+    """Return whether a layer takes the same leaves of the last one's result as the second, and else what the first did."""
+    return len(leaves) == len(first) and all(
+        found.get(id(leaf)) == passed[n] if n in passed else leaf is first[n] or leaf == first[n]
+        for n, leaf in enumerate(leaves)
+    )
+
+
+def _raise_reached(*args: Any, **kwargs: Any) -> NoReturn:
+    raise _Reached(args, kwargs)
 
 
 @contextmanager
@@ -412,7 +606,7 @@ def _holding(call: _Call, tensors: Sequence[Tensor]) -> Iterator[list[tuple[int,
             slot.put(value)
     if sizes != [_sizes(attributes) for attributes in before]:
         raise NotCapturedError("it changes a list of a module")
-    if any(not isinstance(value, Tensor | _PLAIN) for *_, value in assigned):
+    if any(not isinstance(value, (Tensor, *_PLAIN)) for *_, value in assigned):
         raise NotCapturedError("it sets an attribute of a module that is no tensor or number")
 
 

@@ -9,6 +9,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from hybridtrain.virtual_gpu.facade import compiled_code
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 ROWS, WIDTH, INNER = 4096, 512, 2048
@@ -27,9 +28,9 @@ class Gated(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Gated(), Gated()])
+        self.blocks = nn.ModuleList([Gated() for _ in range(layers)])
 
     def forward(self, hidden: Tensor) -> Tensor:
         for block in self.blocks:
@@ -65,6 +66,41 @@ def test_a_kernel_keeps_what_it_can_compute_again_out_of_memory() -> None:
 def test_a_checkpoint_inside_keeps_its_input_alone() -> None:
     assert kept(Checkpointed(), is_compiled=False) == NARROW
     assert kept(Checkpointed(), is_compiled=True) == NARROW
+
+
+class Stack(nn.Module):
+    """Layers of one make, numbered, with more before and after them."""
+
+    def __init__(self, layers: int, *, between: float = 1.0) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Gated() for _ in range(layers)])
+        for number, block in enumerate(self.blocks):
+            block.number = number  # type: ignore[assignment]
+        self.between = between
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.first(hidden)
+        for block in self.blocks:
+            hidden = block(hidden) if self.between == 1 else block(hidden * self.between)
+        out: Tensor = self.last(hidden).tanh()
+        return out
+
+
+def test_a_chain_of_layers_keeps_what_one_graph_of_them_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_code, "_FEW_LAYERS", 3)
+    chained = kept(Stack(3), is_compiled=True)
+    monkeypatch.setattr(compiled_code, "_FEW_LAYERS", 9)
+    assert chained == kept(Stack(3), is_compiled=True)
+    assert chained < kept(Stack(3), is_compiled=False)
+
+
+def test_layers_with_ops_or_checkpoints_between_them_are_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_code, "_FEW_LAYERS", 2)
+    assert kept(Checkpointed(), is_compiled=True) == NARROW
+    with_ops = kept(Stack(2, between=0.5), is_compiled=True)
+    monkeypatch.setattr(compiled_code, "_FEW_LAYERS", 9)
+    assert kept(Stack(2, between=0.5), is_compiled=True) == with_ops
 
 
 def test_a_cross_entropy_keeps_its_logits_and_two_numbers_a_row() -> None:
@@ -221,5 +257,5 @@ def test_steps_and_modules_are_those_of_eager_code() -> None:
 
     steps, units = plan(lambda model: model)
     assert steps == 3
-    for wrap in (torch.compile, itself):
-        assert plan(wrap) == (steps, units)  # type: ignore[arg-type]
+    for wrap in (lambda model: torch.compile(model), itself):
+        assert plan(wrap) == (steps, units)
