@@ -1,4 +1,4 @@
-"""modded-nanogpt's training of GPT-2, compiled, of December 2024 to May 2025: model, optimizers and loop rewritten here.
+"""modded-nanogpt's compiled training of GPT-2, December 2024 to May 2025: model, optimizers and loop rewritten here.
 
 T tokens of a card in one sequence, D width, H heads, V vocabulary. A run is described by what its record changed: the
 number of value embeddings, layers without attention, merged projections, float8 in the head, distributed gradients.

@@ -83,7 +83,8 @@ def _sharded(model: "Transformer", mesh: Any, *, compiles: bool) -> "Transformer
     last = len(model.layers) - 1
     for name, block in model.layers.named_children():
         wrapped: Any = checkpoint_wrapper(block, context_fn=_selective, preserve_rng_state=False)
-        model.layers.register_module(name, torch.compile(wrapped, fullgraph=True) if compiles else wrapped)
+        compiled: Any = torch.compile(wrapped, fullgraph=True) if compiles else wrapped
+        model.layers.register_module(name, compiled)
     for name, block in model.layers.items():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=int(name) < last)
     # It asked for resharding here too, which torch of that time never did for the root module (_fsdp_state.py).
