@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -139,13 +141,19 @@ class CompiledFunction:
             else:
                 found = trace(self._ledger, call, self._call_plainly)
         except Exception as error:  # noqa: BLE001  whatever it is, eager code is an upper bound
-            reason = str(error).strip().partition("\n")[0][:100]
-            if not isinstance(error, NotCapturedError):
-                reason = f"{type(error).__name__}: {reason}"
-            self._ledger.seen.compiled.append(f"{self._place} ({reason})")
+            self._ledger.seen.compiled.append(f"{self._place} ({_reason(error)})")
             return None
         self._ledger.seen.captured.append(self._place)
         return found
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0][:100]
+    if "FakeTensor" in text:
+        return "it uses tensors that are neither its arguments nor its modules'"
+    if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode):
+        return "it reads a value"
+    return text if isinstance(error, NotCapturedError) else f"{type(error).__name__}: {text}"
 
 
 _KNOWN: WeakKeyDictionary[VirtualLedger, dict[Hashable, "Graphs | Chain | None"]] = WeakKeyDictionary()

@@ -8,11 +8,15 @@ Of a graph there exist in memory
     more than once and read more than ``_MOST_READS`` buffers, or read more than ``_MOST_READS_ONCE`` (torch/_inductor/
     config.py: realize_reads_threshold, realize_acc_reads_threshold); all others live in registers of one kernel
 
-and a buffer is freed after its last reader, before what takes its place. Nothing is compiled, nothing runs.
+and a buffer is freed after its last reader. A kernel writes over a buffer of its result's size and type that nobody
+reads later (scheduler.py: decide_inplace_update), also over what the forward pass saved for this one, as AOTAutograd
+donates it (collect_bw_donated_buffer_idxs); never over another's of the caller. Nothing is compiled, nothing runs.
 """
 
 import operator
+from collections import Counter
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 import torch
@@ -73,10 +77,13 @@ class GraphBuffers:
 
     _boxed_call = True
 
-    def __init__(self, graph: fx.GraphModule, modules: Callable[[], Modules]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, modules: Callable[[], Modules], donated: AbstractSet[str] = frozenset()
+    ) -> None:  # fmt: skip
         self._nodes = list(graph.graph.nodes)
         self._constants = graph
         self._modules = modules
+        self._donated = donated
         self._kept: set[fx.Node] = set()
         self._in_place: set[fx.Node] = set()
         self._reads: dict[fx.Node, frozenset[fx.Node]] = {}
@@ -87,6 +94,16 @@ class GraphBuffers:
         for node in self._nodes:
             if node.op == "placeholder" and node not in last:
                 self._dies.setdefault(self._nodes[-1], []).append(node)
+
+    def donations(self) -> AbstractSet[str]:
+        """Return the names of results that share no buffer with an argument or another result: donated if saved."""
+        results = [one for one in self._nodes[-1].all_input_nodes if one.op != "placeholder"]
+        listed: Any = pytree.tree_leaves(self._nodes[-1].args[0])
+        uses = Counter(buffer for one in listed if isinstance(one, fx.Node) for buffer in self._reads[one])
+        return {
+            one.name for one in results
+            if all(uses[buffer] == 1 and buffer.op != "placeholder" for buffer in self._reads[one])
+        }  # fmt: skip
 
     def _find_buffers(self) -> dict[fx.Node, fx.Node]:
         """Choose the nodes that have a buffer; return the last reader of each."""
@@ -122,7 +139,8 @@ class GraphBuffers:
     def __call__(self, args: list[Any]) -> Any:
         """Run the graph: make each buffer at its node, free it after its last reader."""
         values: dict[fx.Node, Any] = {}
-        device = next((one.device for one in args if isinstance(one, Tensor)), torch.device("meta"))
+        devices = [one.device for one in args if isinstance(one, Tensor)] or [torch.device("meta")]
+        device = next((one for one in devices if one.type == "cuda"), devices[0])
         given, modules = args[::-1], self._modules()
         args.clear()
         for node in self._nodes:
@@ -154,11 +172,15 @@ class GraphBuffers:
             self._drop(node, values)
             return
         like = node.meta["val"]
-        self._drop(node, values, lambda one: one.op != "placeholder")  # Inductor writes over no buffer of the caller's
+        sizes = {(one.nbytes, one.dtype) for one in pytree.tree_leaves(like) if isinstance(one, Tensor)}
+        self._drop(node, values, lambda one: self._is_writable(one) and _size(values.get(one)) in sizes)
         values[node] = pytree.tree_map_only(
             Tensor, lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device), like
         )
         self._drop(node, values)
+
+    def _is_writable(self, node: fx.Node) -> bool:
+        return node.op != "placeholder" or node.name in self._donated
 
     def _drop(
         self, node: fx.Node, values: dict[fx.Node, Any], which: Callable[[fx.Node], bool] = lambda _: True
@@ -167,6 +189,10 @@ class GraphBuffers:
         if dead:
             for one in [one for one in values if self._reads[one] & dead]:
                 del values[one]
+
+
+def _size(value: Any) -> tuple[int, torch.dtype] | None:
+    return (value.untyped_storage().nbytes(), value.dtype) if isinstance(value, Tensor) else None
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

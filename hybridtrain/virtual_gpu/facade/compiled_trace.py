@@ -92,11 +92,18 @@ def trace(ledger: VirtualLedger, call: Call, function: Callable[..., Any]) -> Gr
         graphs.assigned = assigned
         return [one for one in [*graphs.leaves, *(value for *_, value in assigned)] if isinstance(one, Tensor)]
 
-    def compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> GraphBuffers:  # noqa: ARG001  torch's names
-        return GraphBuffers(gm, partial(_ModuleOfNodes, ledger))
+    donated: set[str] = set()
+
+    def forward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> GraphBuffers:  # noqa: ARG001  torch's names
+        made = GraphBuffers(gm, partial(_ModuleOfNodes, ledger))
+        donated.update(made.donations())
+        return made
+
+    def backward(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> GraphBuffers:  # noqa: ARG001  torch's names
+        return GraphBuffers(gm, partial(_ModuleOfNodes, ledger), frozenset(donated))
 
     traced = aot_function(
-        flat, fw_compiler=compiler, bw_compiler=compiler,
+        flat, fw_compiler=forward, bw_compiler=backward,
         partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(), keep_inference_input_mutations=True,
     )  # fmt: skip

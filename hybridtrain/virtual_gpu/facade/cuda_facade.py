@@ -21,6 +21,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.virtual_gpu.facade.checkpoint_files import checkpoint_files
+from hybridtrain.virtual_gpu.facade.compiled_call import NotCapturedError
 from hybridtrain.virtual_gpu.facade.cuda_module import CARD, answering, cuda_names, do_nothing
 from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
 from hybridtrain.virtual_gpu.facade.known_values import Place
@@ -85,6 +86,7 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
         yield module, "one_hot", one_hot
     yield torch.utils.data.DataLoader, "_get_iterator", _load_here
     yield torch.jit._state._enabled, "enabled", False  # torch's own switch (PYTORCH_JIT=0): code stays as it is
+    yield torch.compiler, "disable", _disabled
     for name in ("script", "trace"):
         yield torch.jit, name, _noted(ledger, getattr(torch.jit, name))
     yield import_module("torch.nn.parallel.data_parallel"), "scatter_kwargs", _to_one_card
@@ -362,6 +364,22 @@ def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:
     if (modes | (options.get("options") or {})).get("triton.cudagraphs"):
         ledger.seen.approximated.setdefault("CUDA graphs keep pools of memory of their own, not counted", place)
     return import_module("hybridtrain.virtual_gpu.facade.compiled_code").compiled(ledger, model, place)
+
+
+def _disabled(fn: Any = None, recursive: bool = True, **_options: Any) -> Any:
+    """Return a function that breaks the graph of whoever calls it."""
+    if fn is None:
+        return partial(_disabled, recursive=recursive)
+    if isinstance(fn, type | torch.nn.Module):
+        return fn
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise NotCapturedError("it calls what torch.compiler.disable keeps out")
+        return fn(*args, **kwargs)
+
+    return call
 
 
 def _without_pins(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
