@@ -74,11 +74,11 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph of such arguments; outside the virtual card, and inside of another graph, the function."""
         if not any(mode is self._ledger for mode in _get_current_dispatch_mode_stack()):
-            return self._call_plainly(*args, **kwargs)
+            return self.call_plainly(*args, **kwargs)
         inner = self._inside_hooks()
         if inner is not None:
             with mock.patch.object(inner, "forward", CompiledFunction(self._ledger, inner.forward, self._place)):
-                return self._call_plainly(*args, **kwargs)
+                return self.call_plainly(*args, **kwargs)
         with self._as_module():
             return self._call(args, kwargs)
 
@@ -92,10 +92,9 @@ class CompiledFunction:
             return wrapped
         return module if module._forward_hooks or module._forward_pre_hooks else None
 
-    def _call_plainly(self, *args: Any, **kwargs: Any) -> Any:
-        if self._module is None or self._function is not self._module:
-            return self._function(*args, **kwargs)
-        return self._module._call_impl(*args, **kwargs)
+    def call_plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what was to be compiled: of a module its own ``__call__``, which may be a checkpoint."""
+        return self._function(*args, **kwargs)
 
     @contextmanager
     def _as_module(self) -> Iterator[None]:
@@ -120,7 +119,7 @@ class CompiledFunction:
             self._known[key] = self._find(call)
         graphs = self._known[key]
         if graphs is None:
-            return self._call_plainly(*args, **kwargs)
+            return self.call_plainly(*args, **kwargs)
         return graphs.run(self, call) if isinstance(graphs, Chain) else graphs.run(call)
 
     def _find(self, call: "Call") -> "Graphs | Chain | None":
@@ -132,14 +131,14 @@ class CompiledFunction:
                     try:
                         found: Graphs | Chain = trace_chain(self, call, layers)
                     except Exception:  # noqa: BLE001  then all is one graph
-                        found = trace(self._ledger, call, self._call_plainly)
+                        found = trace(self._ledger, call, self.call_plainly)
                 else:
-                    alike = self._who, call.shape_key, signature(self._ledger, call, self._call_plainly)[0]
+                    alike = self._who, call.shape_key, signature(self._ledger, call, self.call_plainly)[0]
                     if alike not in self._known:
-                        self._known[alike] = trace(self._ledger, call, self._call_plainly)
+                        self._known[alike] = trace(self._ledger, call, self.call_plainly)
                     found = self._known[alike]  # type: ignore[assignment]
             else:
-                found = trace(self._ledger, call, self._call_plainly)
+                found = trace(self._ledger, call, self.call_plainly)
         except Exception as error:  # noqa: BLE001  whatever it is, eager code is an upper bound
             self._ledger.seen.compiled.append(f"{self._place} ({_reason(error)})")
             return None
@@ -227,7 +226,7 @@ def trace_chain(function: CompiledFunction, call: Call, layers: Sequence[nn.Modu
     Raises:
         NotCapturedError: A layer takes something else than the last one's result and what the first one takes.
     """
-    ledger, plain = function._ledger, function._call_plainly
+    ledger, plain = function._ledger, function.call_plainly
 
     def before(*args: Any, **kwargs: Any) -> Any:
         try:

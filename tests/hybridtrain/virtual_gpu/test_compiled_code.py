@@ -68,13 +68,21 @@ def test_a_checkpoint_inside_keeps_its_input_alone() -> None:
     assert kept(Checkpointed(), is_compiled=True) == NARROW
 
 
+class Recomputed(Gated):
+    """A layer that is a checkpoint by itself, as those of transformers."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        found: Tensor = torch.utils.checkpoint.checkpoint(super().__call__, hidden, use_reentrant=False)  # type: ignore[no-untyped-call]
+        return found
+
+
 class Stack(nn.Module):
     """Layers of one make, numbered, with more before and after them."""
 
-    def __init__(self, layers: int, *, between: float = 1.0) -> None:
+    def __init__(self, layers: int, *, between: float = 1.0, make: type[Gated] = Gated) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Gated() for _ in range(layers)])
+        self.blocks = nn.ModuleList([make() for _ in range(layers)])
         for number, block in enumerate(self.blocks):
             block.number = number  # type: ignore[assignment]
         self.between = between
@@ -89,10 +97,10 @@ class Stack(nn.Module):
 
 def test_a_chain_of_layers_keeps_what_one_graph_of_them_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_code, "_FEW_LAYERS", 3)
-    chained = kept(Stack(3), is_compiled=True)
+    chained = [kept(Stack(3, make=make), is_compiled=True) for make in (Gated, Recomputed)]
     monkeypatch.setattr(compiled_code, "_FEW_LAYERS", 9)
-    assert chained == kept(Stack(3), is_compiled=True)
-    assert chained < kept(Stack(3), is_compiled=False)
+    assert chained == [kept(Stack(3, make=make), is_compiled=True) for make in (Gated, Recomputed)]
+    assert chained[1] < chained[0] < kept(Stack(3), is_compiled=False)
 
 
 def test_layers_with_ops_or_checkpoints_between_them_are_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
