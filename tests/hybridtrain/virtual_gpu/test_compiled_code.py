@@ -99,8 +99,9 @@ def test_a_chain_of_layers_keeps_what_one_graph_of_them_keeps(monkeypatch: pytes
     monkeypatch.setattr(compiled_code, "_FEW_LAYERS", 3)
     chained = [kept(Stack(3, make=make), is_compiled=True) for make in (Gated, Recomputed)]
     monkeypatch.setattr(compiled_code, "_FEW_LAYERS", 9)
-    assert chained == [kept(Stack(3, make=make), is_compiled=True) for make in (Gated, Recomputed)]
-    assert chained[1] < chained[0] < kept(Stack(3), is_compiled=False)
+    whole = [kept(Stack(3, make=make), is_compiled=True) for make in (Gated, Recomputed)]
+    assert chained[0] == whole[0] < kept(Stack(3), is_compiled=False)
+    assert whole[1] <= chained[1] <= whole[1] + NARROW < chained[0]  # a chain keeps the input of every checkpoint
 
 
 def test_layers_with_ops_or_checkpoints_between_them_are_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
