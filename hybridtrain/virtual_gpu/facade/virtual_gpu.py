@@ -213,7 +213,8 @@ class VirtualGpu:
         """Return the basis of the plan: observations of the code, and differences from a real card."""
         seen = self.ledger.seen
         noted = {item.name: copy(getattr(seen, item.name)) for item in fields(CodeNotes)}
-        noted["compiled"] = [*dict.fromkeys(seen.compiled)]
+        for name in ("compiled", "captured"):
+            noted[name] = [*dict.fromkeys(getattr(seen, name))]
         ended_by = "" if self.oom is None else seen.refusals[-1]
         noted["refusals"] = [text for text in dict.fromkeys(seen.refusals) if text != ended_by]
         growth = find_growth(self.ledger.trace(), seen.made_at)
@@ -352,7 +353,8 @@ class VirtualGpu:
         if torch.is_grad_enabled() and sum(one.nbytes for one in real) > self.ledger.most_real_bytes:
             for parameter in real:  # their gradients will be virtual
                 self._methods.become_virtual(parameter)
-        for name, module in root.named_modules():
+        for path, module in root.named_modules():
+            name = path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")  # torch.compile's wrapper
             self._names[module] = name
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._units[tensor] = name
