@@ -118,7 +118,8 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
     def set_fraction(fraction: float, *_args: Any) -> None:
         if not 0 <= fraction <= 1:
             raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        allocator.capacity_bytes = min(int(fraction * card.memory_bytes), card.allocator_capacity_bytes)
+        if allocator.capacity_bytes is not None:
+            allocator.capacity_bytes = min(int(fraction * card.memory_bytes), card.allocator_capacity_bytes)
 
     answers: dict[str, Callable[[], Any]] = {
         "device_count": lambda: ledger.num_cards,
@@ -132,7 +133,7 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         "max_memory_allocated": lambda: allocator.peak_allocated_bytes,
         "memory_stats": stats,
         "memory_summary": lambda: "\n".join(f"{name}: {value}" for name, value in stats().items()),
-        "mem_get_info": lambda: (card.allocator_capacity_bytes - allocator.reserved_bytes, card.memory_bytes),
+        "mem_get_info": lambda: (max(0, card.allocator_capacity_bytes - allocator.reserved_bytes), card.memory_bytes),
         "get_rng_state": state,
         "get_rng_state_all": lambda: [state()],
         **dict.fromkeys(("memory_reserved", "memory_cached"), lambda: allocator.reserved_bytes),
