@@ -78,7 +78,8 @@ def verdict_line(
         place = f"at step {run.oom.step}, {place_of(run.oom)}" if run.oom.step else before_steps
         return f"DOES NOT FIT: {what} {needs}runs out of memory on {cards}, {place} (planned)"
     margin = f"; {run.card.told(verdict).partition(', ')[2]}" if verdict is FitVerdict.BARELY else ""
-    return f"{verdict.value.upper()}: {what} takes {format_bytes(run.device_used_bytes)} of {memory} on {cards} (planned){margin}"
+    used = format_bytes(run.device_used_bytes)
+    return f"{verdict.value.upper()}: {what} takes {used} of {memory} on {cards} (planned){margin}"
 
 
 def peak_figures(run: CardRun) -> Iterator[tuple[str, str]]:

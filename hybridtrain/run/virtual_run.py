@@ -20,6 +20,7 @@ from hybridtrain.reports.card_report import (
     sizes_text,
     verdict_line,
 )
+from hybridtrain.run.child_card import ChildAnswer, child_card, run_program
 from hybridtrain.run.second_run import Spare, WholeRun, run_whole
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
@@ -28,8 +29,8 @@ from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict
 from hybridtrain.virtual_gpu.facade.basis import PlanBasis, growth_text
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.estimate import by_module
-from hybridtrain.virtual_gpu.facade.launchers import missing_script, python_command
-from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.facade.launchers import PythonCommand, missing_script, python_command
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu, import_before
 
 _PLACES_SHOWN = 3
 _ANY_TRAINING = 10**6
@@ -197,26 +198,62 @@ def _by_list(sizes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
+class NothingPlannedError(ConfigError):
+    """No tensor was put on the card."""
+
+
 def run_script(
-    command: Sequence[str], gpu: VirtualGpu, *, host_memory_bytes: int | None, quiet: bool = False
-) -> VirtualRun:
+    command: Sequence[str],
+    gpu: VirtualGpu,
+    *,
+    host_memory_bytes: int | None,
+    quiet: bool = False,
+    for_children: object = None,
+) -> VirtualRun | ChildAnswer:
     """Run a script on a virtual card to its end, to the last requested iteration, or to an out-of-memory error.
 
+    Python processes that it starts apart are on the card too; if it uses no card itself, the answer is theirs.
+
     Args:
-        command: A Python file, ``-m`` and a module, or a launcher; then the script's own arguments.
+        command: A Python file, ``-m`` and a module, a launcher, or another program that starts Python; then arguments.
         gpu: The card, not entered yet.
         host_memory_bytes: Host memory of the machine; None: unlimited.
         quiet: Send what the script prints to standard error.
+        for_children: Settings that child processes are given.
 
     Raises:
         ConfigError: The script is not there, or it ended by itself with a code of its own, or used no card.
         ScriptError: It ended in an error of its own.
-    """
+    """  # fmt: skip
     python = python_command(list(command))
-    if python is None:
+    with child_card(gpu, for_children) as children:
+        try:
+            if python is not None:
+                return run_python(python, gpu, host_memory_bytes=host_memory_bytes, quiet=quiet)
+            code = run_program(command, gpu, quiet=quiet)
+        except NothingPlannedError:
+            answer = children.answer()
+            if answer is None:
+                raise
+            return answer
+        answer, errors = children.answer(), children.errors()
+    if answer is not None:
+        return answer
+    if code is None:
         fault = "-m: says no module; give its name after it." if command[0] == "-m" else missing_script(command[0])
         raise ConfigError("virtual", [fault])
+    told = "".join(f"\n{error}" for error in errors)
+    raise NothingPlannedError(
+        "virtual", [f"{command[0]}: exited with code {code}, and no Python that it started used the card.{told}"]
+    )
+
+
+def run_python(
+    python: PythonCommand, gpu: VirtualGpu, *, host_memory_bytes: int | None, quiet: bool = False
+) -> VirtualRun:
+    """Run a script or module in this process; as ``run_script``."""
     output = redirect_stdout(sys.stderr) if quiet else nullcontext()
+    import_before()  # once, not in both runs
     spare = Spare(partial(run_whole, python, gpu))
     whole: WholeRun | None = None
     try:
@@ -231,7 +268,7 @@ def run_script(
         fault = (
             f"{python.name}: nothing was put on the card; does it choose the CPU, or start other processes that train?"
         )
-        raise ConfigError("virtual", [f"{fault} Name the script that trains."])
+        raise NothingPlannedError("virtual", [f"{fault} Name the script that trains."])
     if basis.growth is None and whole is not None:
         basis.growth = whole.growth
     reserved = None

@@ -34,7 +34,6 @@ from hybridtrain.virtual_gpu.facade.basis import CodeNotes, PlanBasis, find_grow
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.cuda_facade import facade
 from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
-from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.launchers import launchers
 from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse, where_called
 from hybridtrain.virtual_gpu.facade.savings import LEAST_STATE
@@ -68,7 +67,7 @@ class StepsDone(BaseException):
     """The requested optimizer steps are done. A BaseException, so that scripts do not catch it."""
 
 
-def _import_before() -> None:
+def import_before() -> None:
     """Import libraries that must find the real torch, in silence: the script may never use them."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -173,7 +172,7 @@ class VirtualGpu:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        _import_before()
+        import_before()
         self._methods = TensorMethods(self.ledger)
         with ExitStack() as stack:
             autocast = stack.enter_context(cuda_paths(self.ledger))
@@ -206,18 +205,23 @@ class VirtualGpu:
                 self.oom = self.ledger.refusal
         return isinstance(error, StepsDone)
 
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments that make such a card."""
+        world = self.world
+        return {
+            "card": self.card, "host_memory": self._host_memory, "steps": self._steps, "allocator": self.config,
+            "record_history": self._record_history, "world": world.size if self._is_launched else None,
+            "rank": world.rank, "cards_per_machine": world.cards_per_machine, "link": world.link,
+            "network": world.network,
+        }  # fmt: skip
+
     def without_limit(self, *, steps: int) -> "VirtualGpu":
         """Return the same card before any code ran, but with endless memory; it notes the line of each allocation.
 
         Args:
             steps: Iterations to stop after, where this card has no such number.
         """
-        world = self.world
-        made = VirtualGpu(
-            self.card, host_memory=self._host_memory, steps=self._steps or steps, allocator=self.config,
-            world=world.size if self._is_launched else None, rank=world.rank, cards_per_machine=world.cards_per_machine,
-            link=world.link, network=world.network,
-        )  # fmt: skip
+        made = VirtualGpu(**self.settings() | {"steps": self._steps or steps})
         made.ledger.allocator.capacity_bytes = None
         made.ledger.notes_lines = True
         return made

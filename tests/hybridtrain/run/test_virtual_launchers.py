@@ -287,3 +287,20 @@ def test_fsdp_from_meta_initializes_and_trains(init: str, tmp_path: Path, capsys
     code, found, _ = answer(capsys, "--world", "2", "--", str(path))
     assert (code, found["basis"]["num_steps"]) == (0, 2)
     assert found["by_class"]["optim_state"] == 2 * 3 * (1024 * 1025 * 4) // 2
+
+
+def test_python_under_a_shell_and_a_pipe_has_the_card(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "run.sh").write_text(f"nvidia-smi -L\nMARK=7 '{sys.executable}' -u '{tmp_path}/train.py' x | tail -1\n")
+    code = main(["virtual", "--card", "rtx-4090", "--json", "--", "bash", str(tmp_path / "run.sh")])
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert (code, found["basis"]["num_steps"], found["by_class"]["weight"]) == (0, 2, 1024 * 1025 * 4)
+    assert "GPU 0: NVIDIA GeForce RTX 4090" in err
+    assert f"['x'] 7 {Path.cwd()}" in err
+
+
+def test_a_program_under_which_nothing_uses_the_card_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["virtual", "--card", "rtx-4090", "--", "bash", "-c", "exit 3"]) == 2
+    assert "bash: exited with code 3, and no Python that it started used the card" in capfd.readouterr().err
+    assert "PYTHONPATH" not in os.environ or "hybridtrain-child" not in os.environ["PYTHONPATH"]
