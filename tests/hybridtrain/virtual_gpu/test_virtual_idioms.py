@@ -234,11 +234,10 @@ def test_a_loss_keeps_the_storage_that_torch_leaves_it(name: str, reduction: str
     assert (found.shape, found.untyped_storage().nbytes()) == (real.shape, real.untyped_storage().nbytes())
 
 
-def test_a_default_device_leaves_tensors_where_they_are() -> None:
-    with VirtualGpu("rtx-4090") as gpu:
-        before = torch.empty(8, device="cuda")
-        with torch.device("cuda"):
-            assert gpu.ledger.place_of(before) is gpu.ledger.place_of(torch.empty(8)) is Place.DEVICE
-            model = torch.nn.Linear(16384, 8192)  # beyond what is kept real on the host
-            model(torch.ones(2, 16384)).sum().backward()
-            assert gpu.ledger.place_of(model.weight) is Place.DEVICE
+def test_a_default_device_leaves_tensors_where_they_are(gpu: VirtualGpu) -> None:
+    before = torch.empty(8, device="cuda")
+    with torch.device("cuda"):
+        assert gpu.ledger.place_of(before) is gpu.ledger.place_of(torch.empty(8)) is Place.DEVICE
+        model = torch.nn.Linear(16384, 8192)  # beyond what is kept real on the host
+        model(torch.ones(2, 16384)).sum().backward()
+        assert gpu.ledger.place_of(model.weight) is Place.DEVICE
