@@ -32,7 +32,9 @@ class CodeNotes:
     """Refused operations: requests for memory, and sizes that depend on computed values. Afterwards the code may take
     another path than on a card."""
     compiled: list[str] = field(default_factory=list)
-    """Places where the code requested compilation, and by what; it is planned as eager code."""
+    """Places where the code requested compilation, and by what, that are planned as eager code, with the reason."""
+    captured: list[str] = field(default_factory=list)
+    """Places where the code requested compilation that are planned as compiled graphs."""
     uncounted: dict[str, str] = field(default_factory=dict)
     """Memory of ops on a card that is not counted, and the place of the first call."""
     approximated: dict[str, str] = field(default_factory=dict)
@@ -203,7 +205,9 @@ class PlanBasis(CodeNotes):
             *(["too few steps to see growth"] if 1 < self.num_steps < NUM_STEPS_OF_GROWTH else []),
         ]
         packages = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        code = "compiled code planned as eager" if self.compiled else "eager code"
+        code = "compiled code planned as its graphs" if self.captured else "eager code"
+        if self.compiled:
+            code = "compiled code planned as eager" + (" in part" if self.captured else "")
         missing = f"; not counted: {', '.join(self.uncounted)}" if self.uncounted else ""
         return f"planned with {packages}; {code}; seen: {', '.join(seen)}{missing}"
 

@@ -22,12 +22,15 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.virtual_gpu.facade.checkpoint_files import checkpoint_files
+from hybridtrain.virtual_gpu.facade.compiled_call import NotCapturedError
 from hybridtrain.virtual_gpu.facade.cuda_module import CARD, answering, cuda_build, cuda_names, do_nothing
 from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods, as_device
+from hybridtrain.virtual_gpu.facade.tensor_types import card_types
+from hybridtrain.virtual_gpu.facade.traced_attention import flex_attention
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _TRUE_DEVICE = torch.device
@@ -51,7 +54,7 @@ def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) ->
     with ExitStack() as stack:
         for replaced in (
             ((torch.Tensor, name, value) for name, value in methods.names().items()),
-            ((torch.cuda, name, value) for name, value in cuda.items()),
+            ((torch.cuda, name, value) for name, value in (cuda | card_types()).items()),
             ((torch, name, value) for name, value in _torch_names(ledger, autocast).items()),
             [(torch, "_has_compatible_shallow_copy_type", methods.may_share_type)],
             _elsewhere(ledger, cuda),
@@ -85,6 +88,7 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
         yield module, "one_hot", one_hot
     yield torch.utils.data.DataLoader, "_get_iterator", _load_here
     yield torch.jit._state._enabled, "enabled", False  # torch's own switch (PYTORCH_JIT=0): code stays as it is
+    yield torch.compiler, "disable", _disabled
     for name in ("script", "trace"):
         yield torch.jit, name, _noted(ledger, getattr(torch.jit, name))
     yield import_module("torch.nn.parallel.data_parallel"), "scatter_kwargs", _to_one_card
@@ -131,6 +135,8 @@ def _kernels(ledger: VirtualLedger) -> Replaced:
 
     for owner in (torch._VF, torch):
         yield owner, "dropout", dropout
+    flex = import_module("torch.nn.attention.flex_attention")
+    yield flex, "flex_attention", flex_attention(flex.flex_attention)
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         yield torch._VF, name, _unfused(ledger, name)
 
@@ -333,25 +339,51 @@ def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
         "set_autocast_gpu_enabled": lambda enabled: set_enabled("cuda", enabled),
         "clear_autocast_cache": clear,
         "Generator": Generator,
-        "compile": partial(_not_compiled, ledger),
+        "compile": partial(_compile, ledger),
         "device": _Device,
         "get_default_device": _default_device,
         "get_device_module": lambda *_args: torch.cuda,
     }
 
 
-def _not_compiled(ledger: VirtualLedger, model: Any = None, **kwargs: Any) -> Any:
-    """Return the function that was to be compiled as it is: a virtual card runs eager code.
+def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:
+    """Return the compiled function, planned as Inductor's graphs; for other backends the function, which is noted.
 
     One function is left out: an update of a parameter that torchao compiles, and only so, into a kernel that writes
     into its arguments (torchao/optim/adam.py); eager it would hold copies in fp32 that no card ever sees.
     """
+    if model is None:
+        return partial(_compile, ledger, **options)
     module = getattr(model, "__module__", None) or ""
     if module.startswith("torchao.") and getattr(model, "__name__", "") == "single_param_adam":
         return do_nothing
-    if not kwargs.get("disable"):
-        ledger.seen.compiled.append(f"torch.compile at {where_called()}")
-    return (lambda found: found) if model is None else model
+    backend = options.get("backend", "inductor")
+    if options.get("disable") or backend == "eager":
+        return model
+    place = f"torch.compile at {where_called()}"
+    if backend != "inductor":
+        ledger.seen.compiled.append(f"{place} (backend {getattr(backend, '__name__', backend)})")
+        return model
+    modes = torch._inductor.list_mode_options(options["mode"]) if options.get("mode") else {}
+    if (modes | (options.get("options") or {})).get("triton.cudagraphs"):
+        ledger.seen.approximated.setdefault("CUDA graphs keep pools of memory of their own, not counted", place)
+    return import_module("hybridtrain.virtual_gpu.facade.compiled_code").compiled(ledger, model, place)
+
+
+def _disabled(fn: Any = None, recursive: bool = True, **_options: Any) -> Any:
+    """Return a function that breaks the graph of whoever calls it."""
+    if fn is None:
+        return partial(_disabled, recursive=recursive)
+    if isinstance(fn, type | torch.nn.Module):
+        return fn
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise NotCapturedError("it calls what torch.compiler.disable keeps out")
+        return fn(*args, **kwargs)
+
+    return call
 
 
 def _without_pins(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

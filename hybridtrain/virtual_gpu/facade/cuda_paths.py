@@ -223,7 +223,10 @@ class _AttentionChoice:
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         call = _Attention(*args, **kwargs)
-        if self._ledger.place_of(call.query) is Place.DEVICE:
+        return self.attend_on(call, is_on_card=self._ledger.place_of(call.query) is Place.DEVICE)
+
+    def attend_on(self, call: "_Attention", *, is_on_card: bool) -> Tensor:
+        if is_on_card:
             if self._can_flash(call):
                 return _flash(call)
             grouped = call.enable_gqa and call.key.shape[-3] != call.query.shape[-3]
@@ -293,6 +296,12 @@ class _AttentionChoice:
         # In fp32 torch sums the rows by way of a product, which is smaller and gone by then.
         accumulators: int = 4 * batch * heads * -(-(keys_and_values + queries) // 4) * 4
         return rows_of_sums + accumulators
+
+
+def choose_attention(ledger: VirtualLedger) -> Callable[..., Tensor]:
+    """Return the attention that a card would choose, for traced tensors, which have no place."""
+    chooser = _AttentionChoice(ledger)
+    return lambda *args, **kwargs: chooser.attend_on(_Attention(*args, **kwargs), is_on_card=True)
 
 
 def _flash(call: _Attention) -> Tensor:

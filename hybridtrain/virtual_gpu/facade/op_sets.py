@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,6 +91,16 @@ def makes_large_known_shape(func: Op, operands: list[Tensor]) -> bool:
     if func.is_view or func._schema.is_mutable or is_dynamic(func):
         return False
     return sum(tensor.nbytes for tensor in operands) >= _REAL_WORK
+
+
+@cache
+def _is_named_sparse(func: Op) -> bool:
+    return "sparse" in func._schema.name
+
+
+def touches_sparse(func: Op, operands: list[Tensor]) -> bool:
+    """Return whether an op takes or makes sparse tensors."""
+    return _is_named_sparse(func) or any(tensor.layout is not torch.strided for tensor in operands)
 
 
 def allows_mixed_devices(func: Op) -> bool:

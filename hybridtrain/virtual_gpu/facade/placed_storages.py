@@ -78,6 +78,10 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         """Assign later ops to a module."""
         self._unit = self.modules.enter(name)
 
+    def current_module(self) -> str:
+        """Return the module of the current op, in a backward pass that of its forward pass."""
+        return self.modules.of_node() if self._stage_now() is Stage.BACKWARD else self._unit
+
     def leave_module(self) -> None:
         """End the assignment of ops to a module."""
         self._unit = self.modules.leave()

@@ -33,6 +33,10 @@ class DataDependentError(HybridTrainError):
     """A tensor's size depends on computed values, which a virtual GPU does not have."""
 
 
+class UnplannedOpError(HybridTrainError, NotImplementedError):
+    """CUDA has this op, a virtual GPU has no rule for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlaceholderUse:
     """One place in the code where a placeholder value was used."""

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hybridtrain.virtual_gpu.facade.cuda_module import CARD
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.op_sets import META, is_truly_meta
+from hybridtrain.virtual_gpu.facade.tensor_types import CardType
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _CPU = torch.device("cpu")
@@ -144,6 +145,8 @@ class TensorMethods:
     def _type(self, tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(dtype, str) and ".cuda." in dtype:
             return tensor.to(CARD, getattr(torch, dtype.rpartition(".")[2]).dtype)
+        if isinstance(dtype, CardType):
+            return tensor.to(CARD, dtype.dtype)
         if dtype is not None:
             return self._true.type(tensor, dtype, *args, **kwargs)
         name, here = self._true.type(tensor).replace("torch.meta.", "torch."), self._place(tensor)
@@ -215,6 +218,8 @@ class TensorMethods:
         if here is None and is_truly_meta(tensor):
             raise NotImplementedError("Cannot copy out of meta tensor; no data! Use torch.nn.Module.to_empty().")
         target = Place.DEVICE if device.type == "cuda" else Place.HOST
+        if tensor.layout is not torch.strided:
+            raise self._ledger.unplanned(f"sparse tensors ({tensor.layout}) on the card are not planned")
         layout = kwargs.get("memory_format")
         is_as_asked = dtype in {None, tensor.dtype} and (layout is None or tensor.is_contiguous(memory_format=layout))
         if here is target and not copies and is_as_asked:

@@ -146,7 +146,7 @@ class VirtualGpu:
         self.without_gradient: tuple[str, ...] = ()
         """Trainable parameters without a gradient at the last optimizer step: part of the model did not run."""
         self.num_params = 0
-        """Parameters of the largest module that ran."""
+        """Parameters of the largest module that ran, or of the largest optimizer."""
         self.oom: OutOfMemory | None = None
         """The error of the virtual card that ended the code; None: none, or caught by the code."""
         self.float32_state: set[int] = set()
@@ -239,7 +239,8 @@ class VirtualGpu:
         """Return the basis of the plan: observations of the code, and differences from a real card."""
         seen = self.ledger.seen
         noted = {item.name: copy(getattr(seen, item.name)) for item in fields(CodeNotes)}
-        noted["compiled"] = [*dict.fromkeys(seen.compiled)]
+        for name in ("compiled", "captured"):
+            noted[name] = [*dict.fromkeys(getattr(seen, name))]
         ended_by = "" if self.oom is None else seen.refusals[-1]
         noted["refusals"] = [text for text in dict.fromkeys(seen.refusals) if text != ended_by]
         growth = find_growth(self.ledger.trace(), seen.made_at)
@@ -393,7 +394,8 @@ class VirtualGpu:
         if torch.is_grad_enabled() and sum(one.nbytes for one in real) > self.ledger.most_real_bytes:
             for parameter in real:  # their gradients will be virtual
                 self._methods.become_virtual(parameter)
-        for name, module in root.named_modules():
+        for path, module in root.named_modules():
+            name = path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")  # torch.compile's wrapper
             self._names[module] = name
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._units[tensor] = name
@@ -403,6 +405,7 @@ class VirtualGpu:
         missing = []
         self._note(optimizer).is_idle = False
         self.can_fuse = self.can_fuse or optimizer.defaults.get("fused", True) in {None, False}
+        self.num_params = max(self.num_params, sum(parameter.numel() for parameter in _parameters(optimizer)))
         for parameter in _parameters(optimizer):
             unit = self._unit_of(parameter)
             self.ledger.label(parameter, TensorClass.WEIGHT, unit)

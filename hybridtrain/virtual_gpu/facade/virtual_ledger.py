@@ -43,10 +43,11 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     map_tensors,
     require_one_dtype,
     to_meta,
+    touches_sparse,
     without_generator,
 )
 from hybridtrain.virtual_gpu.facade.placed_storages import PlacedStorages
-from hybridtrain.virtual_gpu.facade.placeholders import Placeholders, where_called
+from hybridtrain.virtual_gpu.facade.placeholders import Placeholders, UnplannedOpError, where_called
 
 _ATEN = torch.ops.aten
 _PLAIN = torch._C._disabled_torch_dispatch_impl
@@ -109,17 +110,29 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             return NotImplemented
         outer, self.is_inside = self.is_inside, True
         try:
-            return self._run(func, args, kwargs or {})
-        except NotImplementedError:  # CUDA has a kernel for it, and a script may catch what a card would not raise
-            self.seen.refusals.append(
-                f"{where_called()}: {func}: torch {torch.__version__} has no meta rule for this op."
-            )
+            kwargs = kwargs or {}
+            operands = list(tensors_in([*args, *kwargs.values()]))
+            run = self._run_sparse if touches_sparse(func, operands) else self._run
+            return run(func, args, kwargs, operands)
+        except UnplannedOpError:
             raise
+        except NotImplementedError as error:  # CUDA has a kernel for it
+            raise self.unplanned(f"{func}: torch {torch.__version__} has no meta rule for this op") from error
         finally:
             self.is_inside = outer
 
-    def _run(self, func: Op, args: Args, kwargs: Kwargs) -> Any:
-        operands = list(tensors_in([*args, *kwargs.values()]))
+    def unplanned(self, what: str) -> UnplannedOpError:
+        """Return an error, noted here, as a script may catch what a card would not raise."""
+        text = f"{where_called()}: {what}; use another code path, or skip this line."
+        self.seen.refusals.append(text)
+        return UnplannedOpError(text)
+
+    def _run_sparse(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
+        if any(tensor.is_meta for tensor in operands) or torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            raise self.unplanned(f"{func}: sparse tensors are planned on the host alone, from the script's own data")
+        return func(*args, **kwargs)
+
+    def _run(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
         target = self._target if self._target is not None else _asked_for(func, args, kwargs, operands)
         place = self._place(func, operands) if target is None else target
         if place is None:

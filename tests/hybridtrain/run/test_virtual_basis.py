@@ -157,12 +157,24 @@ for _ in range(2):
 
 @pytest.mark.parametrize("way", COMPILES)
 @pytest.mark.parametrize(("rows", "outcome"), [("64", "FITS: "), ("2**23", "DOES NOT FIT: ")])
-def test_compiled_code_is_an_upper_bound_and_the_verdict_says_so(
+def test_compiled_code_is_planned_as_its_graphs(
     way: str, rows: str, outcome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, verdict = planned(tmp_path, capsys, COMPILES[way] + TRAINS.format(rows=rows))
+    answer, verdict = planned(tmp_path, capsys, COMPILES[way] + TRAINS.format(rows=rows))
     assert verdict.startswith(outcome)
+    assert "UPPER BOUND" not in verdict
+    assert answer["basis"]["compiled"] == []
+    assert "script.py:" in answer["basis"]["captured"][0]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "cudagraphs"])
+def test_code_for_another_compiler_is_an_upper_bound_and_the_verdict_says_so(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = f"f = torch.compile(torch.tanh, backend='{backend}')\n" + TRAINS.format(rows="64")
+    _, verdict = planned(tmp_path, capsys, script)
     assert "UPPER BOUND: torch.compile at " in verdict
+    assert f" (backend {backend})" in verdict
     assert "script.py:" in verdict
 
 
@@ -210,7 +222,7 @@ def test_an_op_that_the_meta_device_lacks_is_told_where_a_script_catches_it(
 ) -> None:
     lacking = "torch.ops.aten._cudnn_init_dropout_state(0.1, True, 1, dtype=torch.uint8, device=out.device)"
     answer, verdict = planned(tmp_path, capsys, CAUGHT.format(attempt=lacking, kind="Exception"))
-    assert "has no meta rule for this op." in answer["basis"]["refusals"][0]
+    assert "has no meta rule for this op;" in answer["basis"]["refusals"][0]
     assert "ON THIS PATH ONLY" in verdict
 
 
@@ -404,7 +416,7 @@ def test_recurrent_layers_are_told_to_be_approximate(
 def test_the_words_of_a_basis() -> None:
     basis = PlanBasis(
         versions={"torch": "2.13.0", "peft": "0.21"}, num_steps=1, num_backwards=4, has_state=True, num_evaluations=0,
-        num_saves=2, compiled=(), refusals=(), uncounted={}, approximated={}, growth=None,
+        num_saves=2, compiled=(), captured=(), refusals=(), uncounted={}, approximated={}, growth=None,
     )  # fmt: skip
     told = "planned with torch 2.13.0, peft 0.21; eager code; seen: 1 whole step, no evaluation, saving"
     assert (basis.as_text(), basis.lower_bound, basis.upper_bound) == (told, "", "")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from hybridtrain.errors import HybridTrainError
 from hybridtrain.virtual_gpu import DataDependentError, VirtualGpu, find_card
 from hybridtrain.virtual_gpu.facade.known_values import Place
 
@@ -241,3 +242,49 @@ def test_a_default_device_leaves_tensors_where_they_are(gpu: VirtualGpu) -> None
         model = torch.nn.Linear(16384, 8192)  # beyond what is kept real on the host
         model(torch.ones(2, 16384)).sum().backward()
         assert gpu.ledger.place_of(model.weight) is Place.DEVICE
+
+
+def test_the_old_types_of_a_card_make_tensors_there() -> None:
+    old = torch.cuda.FloatTensor
+    sized, made = old(64, 2), old(np.zeros((3, 4)))
+    assert (sized.shape, made.shape, old(torch.Size([2])).shape, old().shape) == ((64, 2), (3, 4), (2,), (0,))
+    assert {sized.dtype, made.dtype} == {torch.float32}
+    assert sized.is_cuda
+    assert made.is_cuda
+    moved = torch.zeros(3).type(torch.cuda.HalfTensor)
+    assert moved.is_cuda
+    assert moved.dtype is torch.float16
+    assert isinstance(sized, old)
+    assert not isinstance(torch.zeros(1), old)
+    assert not isinstance(moved, old)
+    assert old([1.0, 2.0]).tolist() == [1.0, 2.0]
+
+
+def test_parameters_of_a_module_that_no_hook_sees_are_counted(gpu: VirtualGpu) -> None:
+    layer = nn.Linear(10, 3).cuda()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer.forward(torch.zeros(2, 10, device="cuda")).sum().backward()
+    optimizer.step()
+    assert gpu.num_params == 33
+
+
+def sparse_of_host(size: int = 3) -> Tensor:
+    places, values = torch.tensor([[0, 1], [1, 2]]), torch.tensor([1.0, 2.0])
+    return torch.sparse_coo_tensor(places, values, (size, size), check_invariants=True)
+
+
+def test_an_op_without_a_rule_is_one_sentence_that_a_script_can_catch_as_torchs_own_error() -> None:
+    sparse = sparse_of_host()
+    for attempt in (sparse.cuda, lambda: torch.histogram(torch.zeros(4, device="cuda"), bins=3)):
+        with pytest.raises(
+            NotImplementedError, match=r"test_virtual_idioms.py:\d+: .*; use another code path"
+        ) as caught:
+            attempt()
+        assert isinstance(caught.value, HybridTrainError)
+
+
+def test_sparse_tensors_of_the_host_are_computed() -> None:
+    dense = torch.from_numpy(np.ones((600, 600), dtype=np.float32))
+    product = sparse_of_host(600) @ dense
+    assert product[:3, 0].tolist() == [1.0, 2.0, 0.0]
+    assert product.cuda().is_cuda

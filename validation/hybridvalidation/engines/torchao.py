@@ -15,7 +15,7 @@ from torch import nn
 
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
-from hybridvalidation.engines.compiled import compiling, declare_torchvision_ops
+from hybridvalidation.engines.torchvision_ops import declare_torchvision_ops
 
 _NUM_STEPS = 3
 _LOW_BIT = "torchao.prototype.low_bit_optim"
@@ -24,7 +24,7 @@ _LOW_BIT = "torchao.prototype.low_bit_optim"
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
     """Return the peak of allocated bytes, and whether an allocation failed."""
     gpu = VirtualGpu(find_card(card))
-    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu):
+    with suppress(torch.OutOfMemoryError), gpu:
         _train({**common, **config})
     return {"allocated_max": gpu.ledger.allocator.peak_allocated_bytes, "oom": float(gpu.oom is not None)}
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""torchtitan's pre-training of Llama 3 under FSDP2, eager, as of December 2024: model and loop rewritten here.
+"""torchtitan's pre-training of Llama 3 under FSDP2, as of December 2024: model and loop rewritten here.
 
 As in the commit that its benchmark names, every second matrix product and all attention are kept (selective
 checkpointing by op). Norms are written out in fp32, rotary positions are complex, the loss is of fp32 logits.
@@ -56,7 +56,7 @@ def _train(settings: Mapping[str, Any]) -> None:
     mesh = init_device_mesh("cuda", (settings["world"],), mesh_dim_names=("dp_shard_cp",))
     with torch.device("meta"):
         model = Transformer(**settings["model"])
-    model = _sharded(model, mesh)
+    model = _sharded(model, mesh, compiles=settings.get("compile", False))
     model.to_empty(device="cuda")
     with torch.no_grad():
         model.init_weights()
@@ -78,13 +78,13 @@ def _train(settings: Mapping[str, Any]) -> None:
         losses.append(loss)
 
 
-def _sharded(model: "Transformer", mesh: Any) -> "Transformer":
+def _sharded(model: "Transformer", mesh: Any, *, compiles: bool) -> "Transformer":
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     last = len(model.layers) - 1
     for name, block in model.layers.named_children():
-        model.layers.register_module(
-            name, checkpoint_wrapper(block, context_fn=_selective, preserve_rng_state=False)
-        )  # fmt: skip
+        wrapped: Any = checkpoint_wrapper(block, context_fn=_selective, preserve_rng_state=False)
+        compiled: Any = torch.compile(wrapped, fullgraph=True) if compiles else wrapped
+        model.layers.register_module(name, compiled)
     for name, block in model.layers.items():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=int(name) < last)
     # It asked for resharding here too, which torch of that time never did for the root module (_fsdp_state.py).

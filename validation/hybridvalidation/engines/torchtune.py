@@ -16,8 +16,10 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from hybridtrain.virtual_gpu.cards.card import find_card
+from hybridtrain.virtual_gpu.facade.compiled_graph import boundary
+from hybridtrain.virtual_gpu.facade.traced_attention import flex_op
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
-from hybridvalidation.engines.compiled import boundary, compiling, declare_torchvision_ops
+from hybridvalidation.engines.torchvision_ops import declare_torchvision_ops
 
 _NUM_STEPS = 2
 _HERE = "hybridvalidation.engines.torchtune"
@@ -31,7 +33,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     """Return the largest of the peaks that the recipe logs per step."""
     gpu = VirtualGpu(find_card(config.get("card", card)))
     Log.peaks.clear()
-    with suppress(torch.OutOfMemoryError), gpu, compiling(gpu):
+    with suppress(torch.OutOfMemoryError), gpu:
         declare_torchvision_ops()
         _run({**common["overrides"], **config["overrides"]}, config["recipe"], config["config"])
     peak = max(Log.peaks, default=gpu.ledger.allocator.peak_active_bytes)
@@ -120,34 +122,7 @@ def _recipe_module(name: str) -> ModuleType:
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, **_options: Any) -> Tensor:
-    """Attend as compiled flex attention does: its result lies as its queries do (torch/_inductor/kernel/flex)."""
-    out: Tensor = flex_attention(boundary(q), boundary(k), boundary(v))[0]
+    """Attend as compiled flex attention does, between two graphs of the layer that calls it."""
+    is_traced = torch.compiler.is_compiling()
+    out: Tensor = flex_op(*(boundary(part) if is_traced else part for part in (q, k, v)))[0]
     return out
-
-
-@torch.library.custom_op("hybridvalidation::flex_attention", mutates_args=())
-def flex_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001  shapes are all there is
-    """Return result and log-sum-exp (fp32), [batch, heads, tokens, width] and [batch, heads, tokens]."""
-    return torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-
-
-@torch.library.custom_op("hybridvalidation::flex_attention_backward", mutates_args=())
-def flex_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return gradients of queries, keys and values."""
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _backward(ctx: Any, grad: Tensor, _grad_logsumexp: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = flex_attention_backward(grad, *ctx.saved_tensors)
-    return found
-
-
-flex_attention.register_fake(flex_attention._init_fn)
-flex_attention_backward.register_fake(flex_attention_backward._init_fn)
-flex_attention.register_autograd(_backward, setup_context=_save)

@@ -52,7 +52,7 @@ def run_script(job: ScriptJob) -> tuple[MeasuredScript, BaseException | None]:
             _end_recording(job.trace)
             ends[-1] = time.perf_counter()
 
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     hook = register_optimizer_step_post_hook(note_step)
     torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_MOST_EVENTS)
     begin, error = time.perf_counter(), None
