@@ -21,7 +21,8 @@ from unittest import mock
 from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
-_FOLDER = "HYBRIDTRAIN_CHILD_CARD"
+FOLDER = "HYBRIDTRAIN_CHILD_CARD"
+"""Variable of child processes."""
 _ROOT = str(Path(__file__).parents[2])
 _SITE = """import os
 import sys
@@ -90,9 +91,9 @@ def child_card(gpu: VirtualGpu, settings: object) -> Iterator[Children]:
     with TemporaryDirectory(prefix="hybridtrain-child-") as name:
         folder = Path(os.path.realpath(name))
         (folder / "settings").write_bytes(pickle.dumps((gpu.settings(), settings)))
-        (folder / "sitecustomize.py").write_text(_SITE.format(folder=_FOLDER, prefix=sys.prefix, root=_ROOT))
+        (folder / "sitecustomize.py").write_text(_SITE.format(folder=FOLDER, prefix=sys.prefix, root=_ROOT))
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-        with mock.patch.dict(os.environ, {"PYTHONPATH": path, _FOLDER: str(folder)}):
+        with mock.patch.dict(os.environ, {"PYTHONPATH": path, FOLDER: str(folder)}):
             yield Children(folder)
 
 
@@ -117,4 +118,4 @@ def leave(what: ChildAnswer | str) -> None:
 
 
 def _folder() -> Path:
-    return Path(os.environ[_FOLDER])
+    return Path(os.environ[FOLDER])

@@ -1,17 +1,20 @@
 """A second run of a script that ran out of memory, on a card without limit: what the whole run needs.
 
-The second run is a process that was copied before the first one began, so it finds everything as the first did. Its
-output is dropped. The script itself still sees the error of a full card, in the first run.
+The second run is a new process, in the folder and the environment in which the first began. Its output is dropped. The
+script itself still sees the error of a full card, in the first run.
 """
 
 import os
 import pickle
-import warnings
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from hybridtrain.run.child_card import FOLDER
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import Card
@@ -23,9 +26,20 @@ from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 _LARGEST = 4
 _STEPS_AFTER = 2
 """Steps beyond the one that failed."""
-_EXIT = os._exit
-"""The true one, also while a virtual card replaces it."""
+_ROOT = str(Path(__file__).parents[2])
+_START = "import sys; sys.path[0] = {root!r}; from hybridtrain.run.second_run import main; main()"
 _BY_CLASS_ALONE = {TensorClass.WEIGHT, TensorClass.MASTER, TensorClass.GRAD, TensorClass.OPTIM_STATE}
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """What a script may change, as it is now. Processes of the script are on no card in a second run."""
+
+    folder: str = field(default_factory=os.getcwd)
+    environment: dict[str, str] = field(
+        default_factory=lambda: {name: os.environ[name] for name in os.environ if name != FOLDER}
+    )
+    path: list[str] = field(default_factory=lambda: sys.path[:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,68 +72,32 @@ class WholeRun:
         }
 
 
-class Spare:
-    """A copy of this process that waits; where processes cannot be copied there is none.
+def second_run(python: PythonCommand, gpu: VirtualGpu, begin: Begin, failed_step: int) -> WholeRun | None:
+    """Run a script again, in a new process, on a card without limit; None where that ends without answer.
 
     Args:
-        work: Called in the copy with what ``run`` is given; its result must be picklable.
+        python: The script.
+        gpu: The card of the first run.
+        begin: Folder and environment in which the first run began.
+        failed_step: The step in which that ran out of memory; without a number of steps asked for, the second run ends
+            after two more, but not before growth would show.
     """
-
-    def __init__(self, work: Callable[[Any], Any]) -> None:
-        self._process = 0
-        if not hasattr(os, "fork"):
-            return
-        (self._inbox, outbox_of_here), (inbox_of_here, outbox) = os.pipe(), os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the copy does not use
-            self._process = os.fork()
-        if self._process:
-            os.close(self._inbox)
-            os.close(outbox)
-            self._inbox, self._outbox = inbox_of_here, outbox_of_here
-            return
-        try:
-            os.close(outbox_of_here)
-            os.close(inbox_of_here)
-            asked = _read_all(self._inbox)
-            if asked:
-                _silence()
-                with os.fdopen(outbox, "wb") as file:
-                    pickle.dump(work(pickle.loads(asked)), file)  # noqa: S301  from this process
-        finally:
-            _EXIT(0)
-
-    def run(self, asked: Any) -> Any:
-        """Return the result of the work; None without a copy, or where it failed."""
-        if not self._process:
-            return None
-        with os.fdopen(self._outbox, "wb") as file:
-            pickle.dump(asked, file)
-        found = _read_all(self._inbox)
-        self._end()
-        return pickle.loads(found) if found else None  # noqa: S301  from a copy of this process
-
-    def dismiss(self) -> None:
-        """End the copy without work."""
-        if self._process:
-            os.close(self._outbox)
-            self._end()
-
-    def _end(self) -> None:
-        os.close(self._inbox)
-        os.waitpid(self._process, 0)
-        self._process = 0
+    with TemporaryDirectory(prefix="hybridtrain-second-") as name:
+        job, answer = Path(name, "job"), Path(name, "answer")
+        job.write_bytes(pickle.dumps((python, gpu.settings(), failed_step, begin.path)))
+        subprocess.run(  # noqa: S603  our own module
+            [sys.executable, "-c", _START.format(root=_ROOT), str(job), str(answer)], cwd=begin.folder,
+            env=begin.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            check=False,
+        )  # fmt: skip
+        return pickle.loads(answer.read_bytes()) if answer.exists() else None  # noqa: S301  from our own process
 
 
-def _read_all(descriptor: int) -> bytes:
-    with os.fdopen(descriptor, "rb", closefd=False) as file:
-        return file.read()
-
-
-def _silence() -> None:
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
-        os.dup2(nothing, descriptor)
+def main() -> None:
+    """Run the job that ``second_run`` left."""
+    job, answer = map(Path, sys.argv[1:])
+    python, settings, failed_step, sys.path[:] = pickle.loads(job.read_bytes())  # noqa: S301  from our parent
+    answer.write_bytes(pickle.dumps(run_whole(python, VirtualGpu(**settings), failed_step)))
 
 
 def run_whole(python: PythonCommand, gpu: VirtualGpu, failed_step: int) -> WholeRun:

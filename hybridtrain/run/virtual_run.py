@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import takewhile
 
 from hybridtrain.errors import ConfigError, HybridTrainError, reasons
@@ -21,7 +20,7 @@ from hybridtrain.reports.card_report import (
     verdict_line,
 )
 from hybridtrain.run.child_card import ChildAnswer, child_card, run_program
-from hybridtrain.run.second_run import Spare, WholeRun, run_whole
+from hybridtrain.run.second_run import Begin, WholeRun, second_run
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
@@ -30,7 +29,7 @@ from hybridtrain.virtual_gpu.facade.basis import PlanBasis, growth_text
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.estimate import by_module
 from hybridtrain.virtual_gpu.facade.launchers import PythonCommand, missing_script, python_command
-from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu, import_before
+from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 _PLACES_SHOWN = 3
 _ANY_TRAINING = 10**6
@@ -253,16 +252,10 @@ def run_python(
 ) -> VirtualRun:
     """Run a script or module in this process; as ``run_script``."""
     output = redirect_stdout(sys.stderr) if quiet else nullcontext()
-    import_before()  # once, not in both runs
-    spare = Spare(partial(run_whole, python, gpu))
-    whole: WholeRun | None = None
-    try:
-        with output, _script_errors(python.name, gpu), gpu:
-            python.run()
-        if gpu.oom is not None:
-            whole = spare.run(gpu.oom.step)
-    finally:
-        spare.dismiss()
+    begin = Begin()
+    with output, _script_errors(python.name, gpu), gpu:
+        python.run()
+    whole = None if gpu.oom is None else second_run(python, gpu, begin, gpu.oom.step)
     run, basis = gpu.report(), gpu.basis()
     if not run.trace.sizes and gpu.oom is None:
         fault = (

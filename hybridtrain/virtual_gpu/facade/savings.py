@@ -44,7 +44,8 @@ def least_capacity(trace: LedgerTrace, config: AllocatorConfig | None = None) ->
     while most - least > most // _PRECISION:
         middle = (most + least) // 2
         try:
-            most = _play(trace, config, middle).peak_reserved_bytes
+            _play(trace, config, middle)
+            most = middle
         except AllocatorOutOfMemory:
             least = middle
     return most

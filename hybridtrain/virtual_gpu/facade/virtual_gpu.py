@@ -67,7 +67,7 @@ class StepsDone(BaseException):
     """The requested optimizer steps are done. A BaseException, so that scripts do not catch it."""
 
 
-def import_before() -> None:
+def _import_before() -> None:
     """Import libraries that must find the real torch, in silence: the script may never use them."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -172,7 +172,7 @@ class VirtualGpu:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        import_before()
+        _import_before()
         self._methods = TensorMethods(self.ledger)
         with ExitStack() as stack:
             autocast = stack.enter_context(cuda_paths(self.ledger))

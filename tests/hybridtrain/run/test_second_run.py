@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from hybridtrain.cli.main import main
-from hybridtrain.run.second_run import Spare
 
 MIB = 2**20
 CARD = """
@@ -151,12 +150,3 @@ torch.empty(2**30, dtype=torch.uint8, device="cuda")
 """
     whole = plan(800, body)["whole_run"]
     assert whole["problem"].startswith("FileExistsError")
-
-
-def test_a_copy_works_on_what_it_is_given_or_ends_without_work() -> None:
-    kept = 3
-    spare = Spare(lambda number: number * kept)
-    kept = 4
-    assert spare.run(5) == 15
-    Spare(lambda _: 1).dismiss()
-    assert Spare(lambda _: 1 // 0).run(0) is None
