@@ -44,8 +44,7 @@ def least_capacity(trace: LedgerTrace, config: AllocatorConfig | None = None) ->
     while most - least > most // _PRECISION:
         middle = (most + least) // 2
         try:
-            _play(trace, config, middle)
-            most = middle
+            most = min(middle, _play(trace, config, middle).peak_reserved_bytes)
         except AllocatorOutOfMemory:
             least = middle
     return most
@@ -144,7 +143,7 @@ def _passes(trace: LedgerTrace) -> list[_Pass]:
     ops = [op for op in trace.ops if op.lane is Lane.COMPUTE]
     starts = [mark.event for mark in trace.steps]
     step = -1
-    for op, following in zip(ops, [*ops[1:], None], strict=True):
+    for op, following in zip(ops, [*ops[1:], None][: len(ops)], strict=True):
         while step + 1 < len(starts) and starts[step + 1] <= op.event:
             step += 1
         end = len(trace.events) if following is None else following.event

@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 
 from hybridtrain.cli.main import main
+from hybridtrain.run import virtual_run
+from hybridtrain.run.second_run import Begin, WholeRun, run_whole
+from hybridtrain.virtual_gpu import VirtualGpu
+from hybridtrain.virtual_gpu.facade.launchers import PythonCommand
 
 MIB = 2**20
 CARD = """
@@ -73,7 +77,11 @@ class Planner:
 
 
 @pytest.fixture
-def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Planner:
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Planner:
+    def run_here(python: PythonCommand, gpu: VirtualGpu, _begin: Begin, failed_step: int) -> WholeRun:
+        return run_whole(python, gpu, failed_step)  # a new process takes seconds to import torch
+
+    monkeypatch.setattr(virtual_run, "second_run", run_here)
     return Planner(tmp_path, capsys)
 
 
@@ -82,7 +90,7 @@ def test_what_the_whole_run_needs_is_the_least_card_on_which_it_fits(plan: Plann
     needed = failed["whole_run"]["needed_bytes"]
     assert failed["oom"] is not None
     assert failed["whole_run"]["missing_bytes"] == needed - 800 * MIB
-    assert failed["basis"]["ended_at"].endswith("train.py:16")
+    assert failed["basis"]["ended_at"].endswith("train.py:15")
     assert plan(-(-needed // MIB), BLOCKS, "4096")["fits"]
     assert not plan(int(0.97 * needed) // MIB, BLOCKS, "4096")["fits"], "the need is found to 1 %"
 
@@ -101,7 +109,7 @@ def test_each_technique_saves_what_the_script_saves_with_it(plan: Planner) -> No
 def test_a_fused_update_and_8_bit_state_are_told_where_they_save(plan: Planner) -> None:
     told = plan(500, BLOCKS, "64")["whole_run"]
     plain, state = told["needed_bytes"], 2 * 6 * 2 * 512 * 2048 * 4
-    assert plain - told["with"]["8-bit optimizer state"] == pytest.approx(state * 0.746, rel=0.1), "of whole segments"
+    assert plain - told["with"]["8-bit optimizer state"] == pytest.approx(state * 0.746, abs=20 * MIB), "one segment"
     assert told["with"]["fused=True in the optimizer"] < plain
     assert "fused=True in the optimizer" not in plan(500, BLOCKS, "64", "fused")["whole_run"]["with"]
 
@@ -115,6 +123,10 @@ while True:
         break
     except torch.OutOfMemoryError:
         rows //= 2
+weight = torch.ones(4, device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+weight.sum().backward()
+optimizer.step()
 print(rows)
 """
 
@@ -123,7 +135,7 @@ def test_a_script_that_searches_for_a_batch_sees_the_error_and_runs_once(plan: P
     found = plan(800, SEARCH)
     assert found["fits"]
     assert found["whole_run"] is None
-    assert found["by_class"]["activation"] == 2**16 * 4096
+    assert 2**16 * 4096 <= found["peak_allocated_bytes"] < 2**17 * 4096
 
 
 def test_the_answer_is_short_and_begins_with_need_and_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
