@@ -1,6 +1,7 @@
 """Verbs that only plan: no card, no arithmetic."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,7 +119,8 @@ def virtual(
     Example: hybridtrain virtual --card rtx-4090 --steps 2 -- train.py --batch-size 4
 
     Args:
-        command: A Python file, -m and a module, or a launcher (torchrun, accelerate launch), and its arguments.
+        command: A Python file, -m and a module, a launcher (torchrun, accelerate launch) or any program that starts
+            Python (bash run.sh), and its arguments.
         host_memory: Of the machine around the card, as 64GiB or 128GB; default: as much as is asked for.
         steps: Stop the script after so many optimizer steps; default: let it end.
         world: Cards that torchrun would start the script on; it runs as one rank of them (FSDP, DDP), nothing is sent.
@@ -128,7 +130,7 @@ def virtual(
         explain: Also print bytes by class and module, each step, and every place where a placeholder value was read.
     """
     from hybridtrain.errors import ConfigError
-    from hybridtrain.run.virtual_run import run_script
+    from hybridtrain.run.virtual_run import VirtualRun, run_script
     from hybridtrain.sizes import parse_size
     from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
@@ -142,9 +144,42 @@ def virtual(
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError("virtual", [str(error)]) from error
-    found = run_script(command, gpu, host_memory_bytes=memory, quiet=common.json)
-    allocation.write(found.run)
+    found = run_script(
+        command, gpu, host_memory_bytes=memory, quiet=common.json, for_children=(memory, allocation.absolute())
+    )
+    if isinstance(found, VirtualRun):
+        allocation.write(found.run)
     return Answer(text=found.as_text(explain=explain), content=found.as_mapping(), code=0 if found.fits else 1)
+
+
+def run_child() -> None:
+    """Run the script in ``sys.argv`` on the card of the parent process, leave the answer there, and end as it does."""
+    from hybridtrain.errors import HybridTrainError
+    from hybridtrain.run.child_card import ChildAnswer, child_settings, leave
+    from hybridtrain.run.virtual_run import NothingPlannedError, run_python
+    from hybridtrain.virtual_gpu.facade.launchers import python_command
+
+    gpu, (memory, allocation) = child_settings()
+    python = python_command(sys.argv[1:])
+    if python is None:
+        raise SystemExit(f"can't run {sys.argv[1:]}: no such Python file or module")
+    try:
+        found = run_python(python, gpu, host_memory_bytes=memory)
+    except NothingPlannedError:
+        return
+    except HybridTrainError as error:
+        leave(str(error))
+        code = getattr(error.__cause__, "code", 1)
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(code) from None
+    allocation.write(found.run)
+    answer = ChildAnswer(
+        text=found.as_text(), explained=found.as_text(explain=True), content=found.as_mapping(), fits=found.fits,
+        needed_bytes=found.run.device_used_bytes,
+    )  # fmt: skip
+    leave(answer)
+    if not found.fits:
+        raise SystemExit(found.as_text().partition("\n")[0])
 
 
 def dummy_weights(folder: Path, /, *, common: Common = COMMON) -> Answer:  # noqa: ARG001  every verb takes them

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -82,6 +82,11 @@ class Allocation:
         from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 
         return AllocatorConfig(expandable_segments=self.expandable_segments)
+
+    def absolute(self) -> "Allocation":
+        """Return the same with whole paths, for a process in another folder."""
+        snapshot, trace = (None if path is None else path.absolute() for path in (self.snapshot, self.trace))
+        return replace(self, snapshot=snapshot, trace=trace)
 
     def write(self, run: "CardRun") -> None:
         """Write the files that were asked for."""

@@ -59,7 +59,7 @@ def class_table(run: CardRun) -> str:
 
 
 def verdict_line(
-    run: CardRun, what: str, verdict: FitVerdict, *, cards: str = "", before_steps: str, is_whole: bool
+    run: CardRun, what: str, verdict: FitVerdict, *, cards: str = "", before_steps: str, needed_bytes: int | None
 ) -> str:
     """Return the answer in one line: whether ``what`` fits, and where it does not, when memory ran out.
 
@@ -69,16 +69,17 @@ def verdict_line(
         verdict: Of the card's memory.
         cards: What to call the card; default: its name.
         before_steps: The place of a refused request before the first step.
-        is_whole: Whether the whole run was planned without a cap too, so that what it needs is known.
+        needed_bytes: What the whole run needs, where memory ran out; None: not known.
     """
     cards = cards or run.card.name
-    used = f"{format_bytes(run.device_used_bytes)} of {format_bytes(run.card.memory_bytes)}"
+    memory = format_bytes(run.card.memory_bytes)
     if run.oom is not None:
-        needs = f"needs {used} and " if is_whole else ""
+        needs = "" if needed_bytes is None else f"needs {format_bytes(needed_bytes)} of {memory} and "
         place = f"at step {run.oom.step}, {place_of(run.oom)}" if run.oom.step else before_steps
         return f"DOES NOT FIT: {what} {needs}runs out of memory on {cards}, {place} (planned)"
     margin = f"; {run.card.told(verdict).partition(', ')[2]}" if verdict is FitVerdict.BARELY else ""
-    return f"{verdict.value.upper()}: {what} takes {used} on {cards} (planned){margin}"
+    used = format_bytes(run.device_used_bytes)
+    return f"{verdict.value.upper()}: {what} takes {used} of {memory} on {cards} (planned){margin}"
 
 
 def peak_figures(run: CardRun) -> Iterator[tuple[str, str]]:

@@ -105,7 +105,7 @@ class DryRunReport:
                     f"{self.model} with stack {self.stack}",
                     self.verdict,
                     before_steps="while the model is built",
-                    is_whole=True,
+                    needed_bytes=run.device_used_bytes,
                 ),
                 *(f"  {refusal}" for refusal in self._refusals()),
                 *figure_lines(

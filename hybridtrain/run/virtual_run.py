@@ -19,13 +19,16 @@ from hybridtrain.reports.card_report import (
     sizes_text,
     verdict_line,
 )
+from hybridtrain.run.child_card import ChildAnswer, child_card, run_program
+from hybridtrain.run.second_run import Begin, WholeRun, second_run
 from hybridtrain.units import format_bytes, format_count, format_seconds, to_gib
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
+from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict
 from hybridtrain.virtual_gpu.facade.basis import PlanBasis, growth_text
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.estimate import by_module
-from hybridtrain.virtual_gpu.facade.launchers import missing_script, python_command
+from hybridtrain.virtual_gpu.facade.launchers import PythonCommand, missing_script, python_command
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 _PLACES_SHOWN = 3
@@ -55,6 +58,8 @@ class VirtualRun:
     host_memory_bytes: int | None
     reserved: ReservedRange | None
     """Effect of small changes of the run on reserved bytes; None if memory grows with each step."""
+    whole: WholeRun | None = None
+    """The run without limit, if the card was full; None also where there could be no second run."""
 
     @property
     def fits(self) -> bool:
@@ -84,16 +89,20 @@ class VirtualRun:
             "placeholders": list(map(asdict, self.gpu.placeholders())),
             "without_gradient": list(self.gpu.without_gradient),
             "basis": self.basis.as_mapping(),
+            "whole_run": None if self.whole is None else self.whole.as_mapping(run.card),
         }
 
     def as_text(self, *, explain: bool = False) -> str:
         """Return the same for a reader: the verdict first; with ``explain`` also tables, and every place."""
         run, world = self.run, self.gpu.world
         cards = run.card.name if world.size == 1 else f"{run.card.name} (rank {world.rank} of {world.size})"
+        whole = self.whole
+        figures = [*self._of_whole_run(), *(one for one in peak_figures(run) if whole is None or one[0] != "largest")]
         verdict = verdict_line(
-            run, self.script, run.verdict, cards=cards, before_steps="before the first step", is_whole=False
-        )
-        figures = [*peak_figures(run), ("parameters", format_count(self.gpu.num_params))]
+            run, self.script, run.verdict, cards=cards, before_steps="before the first step",
+            needed_bytes=None if whole is None or whole.problem else whole.needed_bytes(run.card),
+        )  # fmt: skip
+        figures.append(("parameters", format_count(self.gpu.num_params)))
         if self.fits:
             figures.insert(-1, ("by module", sizes_text(_by_list(by_module(run)))))
             speed = f"{format_seconds(run.time.seconds)} per step, bottleneck: {run.time.bound} (estimated)"
@@ -125,14 +134,30 @@ class VirtualRun:
         found = basis.caveats(fits=self.fits)
         free = run.card.memory_bytes - run.device_used_bytes
         steps = basis.num_steps or basis.num_backwards
-        if self.fits and basis.growth is not None and basis.growth.full_at(steps, free) < _ANY_TRAINING:
-            found.append(f"GROWS: {growth_text(basis.growth, steps, free)}")
+        if basis.growth is not None and (not self.fits or basis.growth.full_at(steps, free) < _ANY_TRAINING):
+            found.append(f"GROWS: {growth_text(basis.growth, steps, free if self.fits else None)}")
         reserved = self.reserved
         if self.fits and reserved is not None and (reserved.margin_bytes > free or reserved.lengths_fit is False):
             found.append(reserved.as_text())
-        if not self.fits:
+        if not self.fits and self.whole is None:
             found.append("a larger --card shows what the whole step takes")
         return found
+
+    def _of_whole_run(self) -> Iterator[tuple[str, str]]:
+        """Yield what the second run told: the need, who holds it, and what would lower it."""
+        whole, card = self.whole, self.run.card
+        if whole is None:
+            return
+        missing = whole.needed_bytes(card) - card.memory_bytes
+        ran = f"run a second time on a card without limit, {whole.num_steps} steps"
+        if whole.problem:
+            yield "missing", f"{format_bytes(max(0, missing))} or more; {ran}, which ended in {whole.problem}"
+        else:
+            yield "missing", f"{format_bytes(missing)} ({ran})"
+        yield "at its peak", sizes_text(dict(whole.largest))
+        told = (f"{one.technique} {_outcome(one.capacity_bytes + card.context_bytes, card)}" for one in whole.savings)
+        yield "needs with", ", ".join(told)
+        yield "ran out", f"at {self.basis.ended_at}"
 
     def _remarks(self, *, explain: bool) -> Iterator[str]:
         placeholders, without_gradient = self.gpu.placeholders(), self.gpu.without_gradient
@@ -156,6 +181,11 @@ class VirtualRun:
                 yield f"  and {len(refusals) - shown} more (--explain lists them)"
 
 
+def _outcome(needed_bytes: int, card: Card) -> str:
+    fits = card.verdict(needed_bytes, fits=needed_bytes <= card.memory_bytes)
+    return format_bytes(needed_bytes) + ("" if fits is FitVerdict.NO else f" ({fits.value})")
+
+
 def _by_list(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return bytes by module without the prefix that all share, numbered modules of one list together: ``layers.*``."""
     paths = [name.split(".") for name in sizes if "." in name]
@@ -167,34 +197,73 @@ def _by_list(sizes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
+class NothingPlannedError(ConfigError):
+    """No tensor was put on the card."""
+
+
 def run_script(
-    command: Sequence[str], gpu: VirtualGpu, *, host_memory_bytes: int | None, quiet: bool = False
-) -> VirtualRun:
+    command: Sequence[str],
+    gpu: VirtualGpu,
+    *,
+    host_memory_bytes: int | None,
+    quiet: bool = False,
+    for_children: object = None,
+) -> VirtualRun | ChildAnswer:
     """Run a script on a virtual card to its end, to the last requested iteration, or to an out-of-memory error.
 
+    Python processes that it starts apart are on the card too; if it uses no card itself, the answer is theirs.
+
     Args:
-        command: A Python file, ``-m`` and a module, or a launcher; then the script's own arguments.
+        command: A Python file, ``-m`` and a module, a launcher, or another program that starts Python; then arguments.
         gpu: The card, not entered yet.
         host_memory_bytes: Host memory of the machine; None: unlimited.
         quiet: Send what the script prints to standard error.
+        for_children: Settings that child processes are given.
 
     Raises:
         ConfigError: The script is not there, or it ended by itself with a code of its own, or used no card.
         ScriptError: It ended in an error of its own.
-    """
+    """  # fmt: skip
     python = python_command(list(command))
-    if python is None:
+    with child_card(gpu, for_children) as children:
+        try:
+            if python is not None:
+                return run_python(python, gpu, host_memory_bytes=host_memory_bytes, quiet=quiet)
+            code = run_program(command, gpu, quiet=quiet)
+        except NothingPlannedError:
+            answer = children.answer()
+            if answer is None:
+                raise
+            return answer
+        answer, errors = children.answer(), children.errors()
+    if answer is not None:
+        return answer
+    if code is None:
         fault = "-m: says no module; give its name after it." if command[0] == "-m" else missing_script(command[0])
         raise ConfigError("virtual", [fault])
+    told = "".join(f"\n{error}" for error in errors)
+    raise NothingPlannedError(
+        "virtual", [f"{command[0]}: exited with code {code}, and no Python that it started used the card.{told}"]
+    )
+
+
+def run_python(
+    python: PythonCommand, gpu: VirtualGpu, *, host_memory_bytes: int | None, quiet: bool = False
+) -> VirtualRun:
+    """Run a script or module in this process; as ``run_script``."""
     output = redirect_stdout(sys.stderr) if quiet else nullcontext()
+    begin = Begin()
     with output, _script_errors(python.name, gpu), gpu:
         python.run()
+    whole = None if gpu.oom is None else second_run(python, gpu, begin, gpu.oom.step)
     run, basis = gpu.report(), gpu.basis()
     if not run.trace.sizes and gpu.oom is None:
         fault = (
             f"{python.name}: nothing was put on the card; does it choose the CPU, or start other processes that train?"
         )
-        raise ConfigError("virtual", [f"{fault} Name the script that trains."])
+        raise NothingPlannedError("virtual", [f"{fault} Name the script that trains."])
+    if basis.growth is None and whole is not None:
+        basis.growth = whole.growth
     reserved = None
     if basis.growth is None:
         reserved = reserved_range(
@@ -202,7 +271,13 @@ def run_script(
             capacity_bytes=run.card.allocator_capacity_bytes,
         )  # fmt: skip
     return VirtualRun(
-        script=python.name, gpu=gpu, run=run, basis=basis, host_memory_bytes=host_memory_bytes, reserved=reserved
+        script=python.name,
+        gpu=gpu,
+        run=run,
+        basis=basis,
+        host_memory_bytes=host_memory_bytes,
+        reserved=reserved,
+        whole=whole,
     )
 
 

@@ -1,13 +1,14 @@
 """The basis of a script's plan: versions, observations of the run, and differences from a real card."""
 
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
+from hybridtrain.virtual_gpu.allocator.allocator_config import round_size
 
 _PACKAGES = (
     "torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "torchao", "diffusers", "timm", "lightning",
@@ -17,8 +18,10 @@ _PACKAGES = (
 _PLACES_SHOWN = 3
 _LIFE = 3
 """Steps for which a variable may keep a step's tensors: a loss keeps the previous batch."""
-NUM_STEPS_OF_GROWTH = 2 + _LIFE
-"""Steps needed to detect growth; the first creates the optimizer's state and does not count."""
+_LEAST_RISES = 3
+"""Rises that make a growth; fewer may be a cache that is filled once."""
+NUM_STEPS_OF_GROWTH = _LEAST_RISES + 2
+"""Steps needed to detect growth of steps that are alike; the first creates the optimizer's state and does not count."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class CodeNotes:
     """Memory of ops on a card that is not counted, and the place of the first call."""
     approximated: dict[str, str] = field(default_factory=dict)
     """Deviations of the plan from a card, and their places."""
+    inactive_checkpointing: str = ""
+    """Place of a forward pass in eval mode although gradient checkpointing is enabled; empty: none."""
     num_saves: int = 0
     num_backwards: int = 0
     num_evaluations: int = 0
@@ -47,7 +52,9 @@ class LedgerNotes(CodeNotes):
     """A ledger's observations of running code."""
 
     made_at: dict[int, str] = field(default_factory=dict)
-    """Storage -> code place that allocated it, from the second step on."""
+    """Storage -> line of the script that allocated it, from the second step on."""
+    allocated_at: dict[int, str] = field(default_factory=dict)
+    """Storage -> line of the script or of a package that allocated it; of runs that note it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,27 +73,78 @@ class Growth:
 def find_growth(trace: LedgerTrace, places: Mapping[int, str]) -> Growth | None:
     """Find the bytes that each step leaks; None if there is no growth, or the run is too short.
 
-    A step's allocations count if they outlive the next two steps and live bytes rise too, so that a queue of prefetched
-    batches does not count.
+    Rises must go on to the end: a cache stops growing.
     """
     if len(trace.steps) < NUM_STEPS_OF_GROWTH:
         return None
-    live = [0, *trace.live_bytes()]
-    released = {~entry: position for position, entry in enumerate(trace.events) if entry < 0}
-    rises, left = [], Counter[str]()
-    for step in range(1, len(trace.steps) - _LIFE):
-        end = trace.steps[step + _LIFE].event
-        events = trace.events[trace.steps[step].event : trace.steps[step + 1].event]
-        stays = [e for e in events if e >= 0 and released.get(e, len(trace.events)) >= end]
-        risen = live[trace.steps[step + 1].event] - live[trace.steps[step].event]
-        rises.append(min(risen, sum(trace.sizes[index] for index in stays)))
-        for index in stays:
-            if index in places:
-                left[places[index]] += trace.sizes[index]
-    if min(rises) <= 0:
+    found = _changes(trace)
+    rising = [step for step, rise in enumerate(found.rises) if rise > 0]
+    if len(rising) < _LEAST_RISES:
         return None
-    shown = tuple(place for place, _ in left.most_common(_PLACES_SHOWN))
-    return Growth(bytes_per_step=int(statistics.median(rises)), places=shown)
+    longest_pause = max(after - before for before, after in pairwise(rising))
+    between = slice(rising[0] + 1, rising[-1] + 1)
+    total = sum(found.rises[between])
+    is_replaced = not found.are_alike and sum(found.counts[between]) <= 0
+    if total <= 0 or is_replaced or len(found.rises) - 1 - rising[-1] >= longest_pause:
+        return None
+    left = Counter[str]()
+    for index in found.left:
+        left[places.get(index, "")] += trace.sizes[index]
+    shown = [place for place, _ in left.most_common(_PLACES_SHOWN + 1) if place][:_PLACES_SHOWN]
+    return Growth(bytes_per_step=max(1, total // (rising[-1] - rising[0])), places=tuple(shown))
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """Changes of what is held, by step; the first step does not count."""
+
+    are_alike: bool
+    """Whether steps allocate and release the same bytes."""
+    rises: list[int]
+    """Bytes."""
+    counts: list[int]
+    """Storages."""
+    left: list[int]
+    """Storages that are still held."""
+
+
+def _changes(trace: LedgerTrace) -> _Changes:
+    lives = _lives(trace)
+    last = len(trace.steps) - 1
+    inside = Counter[int]()
+    for size, (made, released) in zip(trace.sizes, lives, strict=True):
+        if made == released:
+            inside[made] += size
+    # Where rows differ, what variables hold differs too: only what outlives two more steps counts then.
+    are_alike = len({inside[step] for step in range(1, last)}) == 1
+    life = 1 if are_alike else _LIFE
+    rises, counts, left = [0] * (last + 1 - life), [0] * (last + 1 - life), []
+    for index, (made, released) in enumerate(lives):
+        if released < made + life:
+            continue
+        if 0 < made < len(rises) and released >= last:
+            left.append(index)
+        for step, sign in ((made, 1), (released, -1)):
+            if 0 < step < len(rises):
+                rises[step] += sign * round_size(trace.sizes[index])
+                counts[step] += sign
+    long = [index for index in left if lives[index][0] + _LIFE <= last]
+    return _Changes(are_alike, rises, counts, long or left)
+
+
+def _lives(trace: LedgerTrace) -> list[tuple[int, int]]:
+    """Return the step in which each storage was allocated (-1: before the first), and in which it was released."""
+    never = len(trace.steps)
+    lives = [(-1, never)] * len(trace.sizes)
+    starts, step = [mark.event for mark in trace.steps], -1
+    for position, entry in enumerate(trace.events):
+        while step + 1 < never and starts[step + 1] <= position:
+            step += 1
+        if entry >= 0:
+            lives[entry] = (step, never)
+        else:
+            lives[~entry] = (lives[~entry][0], step)
+    return lives
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +158,8 @@ class PlanBasis(CodeNotes):
     has_state: bool
     """Whether a whole step ran with all optimizer state in memory."""
     growth: Growth | None
+    ended_at: str = ""
+    """Line whose request for memory ended the code; empty: none did."""
 
     @property
     def lower_bound(self) -> str:
@@ -123,6 +183,11 @@ class PlanBasis(CodeNotes):
         if self.upper_bound:
             found.append(f"UPPER BOUND: {self.upper_bound}")
         found += [f"APPROXIMATE: {what} ({where})" for what, where in self.approximated.items()]
+        if self.inactive_checkpointing:
+            found.append(
+                f"GRADIENT CHECKPOINTING IS INACTIVE: the model is in eval mode at {self.inactive_checkpointing}; call "
+                "model.train() (from_pretrained returns eval mode)"
+            )
         if self.refusals:
             found.append(f"ON THIS PATH ONLY: the script caught an error of the virtual card ({self.refusals[0]})")
         return found
@@ -137,6 +202,7 @@ class PlanBasis(CodeNotes):
             _count(self.num_steps, "whole step") if self.num_steps else _count(self.num_backwards, "backward pass"),
             "evaluation" if self.num_evaluations else "no evaluation",
             "saving" if self.num_saves else "no saving",
+            *(["too few steps to see growth"] if 1 < self.num_steps < NUM_STEPS_OF_GROWTH else []),
         ]
         packages = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         code = "compiled code planned as its graphs" if self.captured else "eager code"
@@ -152,13 +218,13 @@ def versions() -> dict[str, str]:
     return {name: str(getattr(module, "__version__", "unknown version")) for name, module in loaded.items()}
 
 
-def growth_text(growth: Growth, num_steps: int, free_bytes: int) -> str:
-    """Return a sentence on growing memory."""
+def growth_text(growth: Growth, num_steps: int, free_bytes: int | None) -> str:
+    """Return a sentence on growing memory; without ``free_bytes`` the card is full."""
     made = f", allocated at {_listed(growth.places)}" if growth.places else ""
-    return (
-        f"by {format_bytes(growth.bytes_per_step)} per step{made}; at this rate the card is full at about step "
-        f"{growth.full_at(num_steps, free_bytes):,}"
-    )
+    rate = f"by {format_bytes(growth.bytes_per_step)} per step{made}"
+    if free_bytes is None:
+        return f"{rate}; a larger card only delays the error"
+    return f"{rate}; at this rate the card is full at about step {growth.full_at(num_steps, free_bytes):,}"
 
 
 def _listed(places: Sequence[str]) -> str:

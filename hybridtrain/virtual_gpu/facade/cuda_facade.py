@@ -20,9 +20,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.virtual_gpu.facade.checkpoint_files import checkpoint_files
 from hybridtrain.virtual_gpu.facade.compiled_call import NotCapturedError
-from hybridtrain.virtual_gpu.facade.cuda_module import CARD, answering, cuda_names, do_nothing
+from hybridtrain.virtual_gpu.facade.cuda_module import CARD, answering, cuda_build, cuda_names, do_nothing
 from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
@@ -58,7 +59,7 @@ def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) ->
             [(torch, "_has_compatible_shallow_copy_type", methods.may_share_type)],
             _elsewhere(ledger, cuda),
             _kernels(ledger),
-            _build_of_cuda(),
+            _build_of_cuda(ledger.card),
             _libraries(),
         ):
             for owner, name, value in replaced:
@@ -152,14 +153,16 @@ def _unfused(ledger: VirtualLedger, name: str) -> Callable[..., Any]:
     return run
 
 
-def _build_of_cuda() -> Replaced:
+def _build_of_cuda(card: Card) -> Replaced:
     """Yield the build facts of a torch that was built with CUDA."""
-    yield torch.version, "cuda", torch.version.cuda or "13.0"
+    yield torch.version, "cuda", torch.version.cuda or cuda_build(card)[0]
     yield torch.backends.cuda, "is_built", lambda: True
+    yield torch.backends.cuda, "is_flash_attention_available", lambda: True
     yield torch.backends.cudnn, "is_available", lambda: True
     yield torch.backends.cudnn, "version", lambda: _CUDNN_VERSION
     yield torch.backends.cudnn, "is_acceptable", lambda tensor: tensor.device.type == "cuda"
     yield torch.cuda.nccl, "version", lambda: _NCCL_VERSION
+    yield torch.cuda.nccl, "is_available", lambda tensors: all(tensor.is_cuda for tensor in tensors)
     for module in (torch.distributed, import_module("torch.distributed.distributed_c10d")):
         yield module, "is_nccl_available", lambda: True
 

@@ -8,19 +8,26 @@ from typing import Any, Self
 
 import torch
 
+from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 CARD = torch.device("cuda", 0)
 _COUNTERS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
 _CONSTANTS = {
     "is_available": True, "is_initialized": True, "_is_in_bad_fork": False, "is_current_stream_capturing": False,
-    "utilization": 100, "initial_seed": 0,
+    "utilization": 100, "initial_seed": 0, "has_magma": True, "get_allocator_backend": "native",
+    "get_sync_debug_mode": 0, "get_per_process_memory_fraction": 1.0, "can_device_access_peer": True,
 }  # fmt: skip
 _NOTHING = (
     "_lazy_init", "init", "set_device", "reset_accumulated_memory_stats", "ipc_collect", "synchronize", "set_stream",
-    "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all",
+    "set_sync_debug_mode", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
 _PEAKS = ("peak_memory_stats", "max_memory_allocated", "max_memory_reserved", "max_memory_cached")
+_BUILDS = (
+    ((7, 5), "13.0", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")),
+    ((5, 0), "12.6", ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")),
+)
+"""Wheels of torch: least compute capability, CUDA version, and compiled architectures (.ci/manywheel/build_cuda.sh)."""
 _RATES = {
     "is_integrated": 0, "is_multi_gpu_board": 0, "warp_size": 32, "max_threads_per_multi_processor": 1536,
     "regs_per_multiprocessor": 65536, "shared_memory_per_block_optin": 101376,
@@ -31,6 +38,12 @@ _RATES = {
 
 def do_nothing(*_args: Any, **_kwargs: Any) -> None:
     """Do nothing, whatever the arguments."""
+
+
+def cuda_build(card: Card) -> tuple[str, tuple[str, ...]]:
+    """Return CUDA version and compiled architectures of the torch wheel for a card."""
+    capability = tuple(int(part) for part in card.compute_capability.split("."))
+    return next(((version, archs) for least, version, archs in _BUILDS if capability >= least), _BUILDS[-1][1:])
 
 
 def answering(answer: Callable[[], Any]) -> Callable[..., Any]:
@@ -75,6 +88,14 @@ class VirtualStream:
     wait_event = wait_stream = record = wait = synchronize
 
 
+class VirtualDevice(nullcontext[None]):
+    """``torch.cuda.device``: selects the only card."""
+
+    def __init__(self, *_args: Any) -> None:
+        super().__init__()
+        self.idx = CARD.index
+
+
 def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
     """Return the replacements in ``torch.cuda``, also used for equal names elsewhere in torch."""
     allocator, card = ledger.allocator, ledger.card
@@ -97,7 +118,8 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
     def set_fraction(fraction: float, *_args: Any) -> None:
         if not 0 <= fraction <= 1:
             raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        allocator.capacity_bytes = min(int(fraction * card.memory_bytes), card.allocator_capacity_bytes)
+        if allocator.capacity_bytes is not None:
+            allocator.capacity_bytes = min(int(fraction * card.memory_bytes), card.allocator_capacity_bytes)
 
     answers: dict[str, Callable[[], Any]] = {
         "device_count": lambda: ledger.num_cards,
@@ -105,24 +127,25 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         "get_device_name": lambda: card.name,
         "get_device_capability": lambda: (major, minor),
         "get_device_properties": lambda: properties,
-        "get_arch_list": lambda: [f"sm_{major}{minor}"],
+        "get_arch_list": lambda: [*cuda_build(card)[1]],
         "is_tf32_supported": lambda: major >= 8,
         "memory_allocated": lambda: allocator.allocated_bytes,
         "max_memory_allocated": lambda: allocator.peak_allocated_bytes,
         "memory_stats": stats,
         "memory_summary": lambda: "\n".join(f"{name}: {value}" for name, value in stats().items()),
-        "mem_get_info": lambda: (card.allocator_capacity_bytes - allocator.reserved_bytes, card.memory_bytes),
+        "mem_get_info": lambda: (max(0, card.allocator_capacity_bytes - allocator.reserved_bytes), card.memory_bytes),
         "get_rng_state": state,
         "get_rng_state_all": lambda: [state()],
         **dict.fromkeys(("memory_reserved", "memory_cached"), lambda: allocator.reserved_bytes),
         **dict.fromkeys(("max_memory_reserved", "max_memory_cached"), lambda: allocator.peak_reserved_bytes),
         **{f"reset_{name}": allocator.reset_peaks for name in _PEAKS},
-        **dict.fromkeys(("device", "device_of", "_DeviceGuard", "stream"), nullcontext),
+        "stream": nullcontext,
     }
     return {
         **{name: answering(lambda value=value: value) for name, value in _CONSTANTS.items()},  # type: ignore[misc]
         **dict.fromkeys(_NOTHING, do_nothing),
         **{name: answering(answer) for name, answer in answers.items()},
+        **dict.fromkeys(("device", "device_of", "_DeviceGuard"), VirtualDevice),
         **dict.fromkeys(("current_stream", "default_stream", "Stream", "Event"), VirtualStream),
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.has_bfloat16_tensor_cores,
         "set_per_process_memory_fraction": set_fraction,

@@ -9,47 +9,68 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 from hybridtrain.virtual_gpu.cards.card import Card
+from hybridtrain.virtual_gpu.facade.cuda_module import cuda_build
 
+_DRIVER = "580.65.06"
+"""The driver that came with CUDA 13.0."""
 _PROGRAM = """#!{python} -IS
 import sys
 
 VALUES, NUM_CARDS = {values!r}, {num_cards}
 words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
 given = dict(zip(words, words[1:]))
-fields = next((given[name] for name in ("--query-gpu", "--query-gpus") if name in given), "")
+query = next((given[name] for name in given if name.startswith("--query-")), "")
 style = given.get("--format", "csv").split(",")
+chosen = given.get("-i", given.get("--id", ""))
+cards = [int(word) for word in chosen.split(",") if word.isdecimal()] if chosen else range(NUM_CARDS)
+if "--query-compute-apps" in words or "--query-apps" in words:
+    cards = ()  # no process has memory yet
+
+
+def value(name, index):
+    return str(index) if name == "index" else VALUES.get(name, ("[N/A]", ""))[0]
 
 
 def show(name, index):
-    value, unit = VALUES.get(name, ("[N/A]", ""))
-    value = str(index) if name == "index" else value
-    return value if "nounits" in style or not unit else value + " " + unit
+    unit = VALUES.get(name, ("", ""))[1]
+    return value(name, index) if "nounits" in style or not unit else value(name, index) + " " + unit
 
 
-if fields:
-    names = [name.strip() for name in fields.split(",")]
+if query:
+    names = [name.strip() for name in query.split(",")]
     if "noheader" not in style:
         units = {{name: VALUES.get(name, ("", ""))[1] for name in names}}
         print(", ".join(name + (" [" + units[name] + "]" if units[name] else "") for name in names))
-    for index in range(NUM_CARDS):
+    for index in cards:
         print(", ".join(show(name, index) for name in names))
 elif "-L" in words or "--list-gpus" in words:
-    for index in range(NUM_CARDS):
-        print("GPU " + str(index) + ": " + VALUES["name"][0] + " (virtual)")
+    for index in cards:
+        print("GPU " + str(index) + ": " + value("name", index) + " (UUID: " + value("uuid", index) + ")")
+elif "-q" in words or "--query" in words:
+    print("Driver Version : " + value("driver_version", 0) + chr(10) + "CUDA Version : " + value("cuda_version", 0))
+    for index in cards:
+        print("GPU " + str(index) + chr(10) + "    Product Name : " + value("name", index))
+        print("    FB Memory Usage")
+        for title in ("Total", "Used", "Free"):
+            print("        " + title + " : " + show("memory." + title.lower(), index))
 else:
-    for index in range(NUM_CARDS):
-        print("|", index, VALUES["name"][0], "(virtual)  0MiB /", VALUES["memory.total"][0] + "MiB |")
+    version = "Driver Version: " + value("driver_version", 0) + "   CUDA Version: " + value("cuda_version", 0)
+    print("| NVIDIA-SMI " + value("driver_version", 0) + "   " + version + " |")
+    for index in cards:
+        print("|", index, value("name", index), "|  0MiB /", value("memory.total", index) + "MiB |")
 """
 
 
 @contextmanager
 def nvidia_smi(card: Card, num_cards: int) -> Iterator[None]:
-    """Put the command first on PATH; it reports the card's properties, and no used memory."""
+    """Put the command first on PATH, also of child processes; it reports the card's properties, and no used memory."""
     total = str(card.nvidia_smi_mib or card.memory_mib)
     values = {
         "name": (card.name, ""), "gpu_name": (card.name, ""), "count": (str(num_cards), ""), "index": ("", ""),
         "memory.total": (total, "MiB"), "memory.free": (total, "MiB"), "memory.used": ("0", "MiB"),
-        "compute_cap": (card.compute_capability, ""), "utilization.gpu": ("100", "%"),
+        "compute_cap": (card.compute_capability, ""), "utilization.gpu": ("100", "%"), "utilization.memory": ("0", "%"),
+        "driver_version": (_DRIVER, ""), "cuda_version": (cuda_build(card)[0], ""),
+        **dict.fromkeys(("uuid", "gpu_uuid"), ("GPU-00000000-0000-0000-0000-000000000000", "")),
     }  # fmt: skip
     with TemporaryDirectory(prefix="hybridtrain-bin-") as folder:
         path = Path(folder) / "nvidia-smi"

@@ -13,8 +13,7 @@ from hybridtrain.virtual_gpu.account.op_rules import MATMUL_OPS, Args, Kwargs, O
 
 _ATEN = torch.ops.aten
 META = torch.device("meta")
-is_truly_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
-"""The original getter of ``Tensor.is_meta``, which scripts see replaced."""
+_true_is_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
 COPIES = frozenset({_ATEN.copy_.default, _ATEN._foreach_copy_.default})
 """Ops that copy between host and card, depending on their arguments."""
 FLOAT8_PRODUCTS = frozenset(
@@ -62,6 +61,14 @@ _KNOWN_INTEGERS = 2**24
 """Most elements of an integer or boolean tensor with known values: token batches, masks, positions, permutations."""
 _REAL_WORK = 2**20
 """Least bytes of real operands from which an op's result is only planned."""
+
+
+def is_truly_meta(tensor: Tensor) -> bool:
+    """Return torch's own ``Tensor.is_meta``, which scripts see replaced."""
+    if not torch._C._len_torch_function_stack():
+        return _true_is_meta(tensor)
+    with torch._C.DisableTorchFunction():  # a mode, as of a default device, would ask the replacement
+        return _true_is_meta(tensor)
 
 
 def is_dynamic(func: Op) -> bool:

@@ -39,6 +39,8 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         """The last out-of-memory error of the card."""
         self.seen = LedgerNotes()
         self.on_refusal: Callable[[], None] = lambda: None
+        self.notes_lines = False
+        """Whether to note the line of every allocation."""
         self.updates = False
         """Whether an optimizer step is running."""
         self.host_bytes = 0
@@ -87,6 +89,12 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str) -> None:
         """Set the class of a tensor; for a DTensor of its local part."""
         super().label(getattr(tensor, "_local_tensor", tensor), tensor_class, unit)
+
+    def storage_of(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage in the trace; None for one that is not on the card."""
+        local = getattr(tensor, "_local_tensor", tensor)
+        found = self._alive.get(local.untyped_storage()._cdata)
+        return None if found is None else found[0]
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """Count a resized storage: FSDP frees gathered weights by resizing to 0."""
@@ -207,6 +215,8 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         index = super()._allocate(size, stage)
         if len(self._steps) >= _FIRST_STEP_WITH_PLACES:
             self.seen.made_at[index] = where_called(in_script=True)
+        if self.notes_lines:
+            self.seen.allocated_at[index] = where_called()
         if stage is Stage.BUILD:  # the first module that runs, or an optimizer, defines the weights
             self._classes[index] = TensorClass.ACTIVATION
         self._addresses[index] = address

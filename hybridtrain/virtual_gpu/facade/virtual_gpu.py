@@ -34,9 +34,9 @@ from hybridtrain.virtual_gpu.facade.basis import CodeNotes, PlanBasis, find_grow
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.cuda_facade import facade
 from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
-from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.launchers import launchers
-from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse
+from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse, where_called
+from hybridtrain.virtual_gpu.facade.savings import LEAST_STATE
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 from hybridtrain.virtual_gpu.facade.virtual_world import virtual_world
@@ -128,6 +128,7 @@ class VirtualGpu:
         cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet",
     ) -> None:  # fmt: skip
         self.card = find_card(card)
+        self._host_memory = host_memory
         host = Host() if host_memory is None else Host(memory_gib=host_memory / 2**30, reserved_gib=0.0)
         self._is_launched = world is not None
         self.world = World(
@@ -148,6 +149,10 @@ class VirtualGpu:
         """Parameters of the largest module that ran, or of the largest optimizer."""
         self.oom: OutOfMemory | None = None
         """The error of the virtual card that ended the code; None: none, or caught by the code."""
+        self.float32_state: set[int] = set()
+        """Storages of optimizer state in float32, of ``LEAST_STATE`` values or more."""
+        self.can_fuse = False
+        """Whether an optimizer has an argument ``fused`` that is not set."""
         self._steps = steps
         self._record_history = record_history
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -200,6 +205,27 @@ class VirtualGpu:
                 self.oom = self.ledger.refusal
         return isinstance(error, StepsDone)
 
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments that make such a card."""
+        world = self.world
+        return {
+            "card": self.card, "host_memory": self._host_memory, "steps": self._steps, "allocator": self.config,
+            "record_history": self._record_history, "world": world.size if self._is_launched else None,
+            "rank": world.rank, "cards_per_machine": world.cards_per_machine, "link": world.link,
+            "network": world.network,
+        }  # fmt: skip
+
+    def without_limit(self, *, steps: int) -> "VirtualGpu":
+        """Return the same card before any code ran, but with endless memory; it notes the line of each allocation.
+
+        Args:
+            steps: Iterations to stop after, where this card has no such number.
+        """
+        made = VirtualGpu(**self.settings() | {"steps": self._steps or steps})
+        made.ledger.allocator.capacity_bytes = None
+        made.ledger.notes_lines = True
+        return made
+
     def begin_step(self) -> None:
         """Mark the start of a training step; automatic at the first forward pass after an iteration."""
         self._begun, self._has_updated = True, False
@@ -219,7 +245,12 @@ class VirtualGpu:
         noted["refusals"] = [text for text in dict.fromkeys(seen.refusals) if text != ended_by]
         growth = find_growth(self.ledger.trace(), seen.made_at)
         return PlanBasis(
-            **noted, versions=versions(), num_steps=self.steps_done, has_state=self._has_state, growth=growth
+            **noted,
+            versions=versions(),
+            num_steps=self.steps_done,
+            has_state=self._has_state,
+            growth=growth,
+            ended_at=ended_by.partition(": ")[0],
         )
 
     def label(self, tensor: Tensor, tensor_class: TensorClass, unit: str = "") -> None:
@@ -262,10 +293,20 @@ class VirtualGpu:
             # A forward pass inside of a backward pass recomputes, also where an optimizer has stepped in that pass.
             if torch._C._current_graph_task_id() == -1:
                 self._begin_forward()
+                self._note_checkpointing(module)
             if module not in self._names:
                 self._name(module)
         self._depth += 1
         self.ledger.enter_module(self._names.get(module, ""))
+
+    def _note_checkpointing(self, root: nn.Module) -> None:
+        """Note layers that skip their gradient checkpointing (transformers/modeling_layers.py)."""
+        if not torch.is_grad_enabled() or self.ledger.seen.inactive_checkpointing:
+            return
+        for module in root.modules():
+            if vars(module).get("gradient_checkpointing") is True and not module.training:
+                self.ledger.seen.inactive_checkpointing = where_called(in_script=True)
+                return
 
     def _late_worlds(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield replacements for opening a process group without a launcher: alone, or as its environment says."""
@@ -363,6 +404,7 @@ class VirtualGpu:
     def _before_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         missing = []
         self._note(optimizer).is_idle = False
+        self.can_fuse = self.can_fuse or optimizer.defaults.get("fused", True) in {None, False}
         self.num_params = max(self.num_params, sum(parameter.numel() for parameter in _parameters(optimizer)))
         for parameter in _parameters(optimizer):
             unit = self._unit_of(parameter)
@@ -395,7 +437,10 @@ class VirtualGpu:
             state = optimizer.state.get(parameter, {})
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor):
-                    found = found or self.ledger.place_of(value) is Place.DEVICE
+                    storage = self.ledger.storage_of(value)
+                    found = found or storage is not None
+                    if storage is not None and value.dtype is torch.float32 and value.numel() >= LEAST_STATE:
+                        self.float32_state.add(storage)
                     self.ledger.label(value, TensorClass.OPTIM_STATE, self._unit_of(parameter))
         return found
 

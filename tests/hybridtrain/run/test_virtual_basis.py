@@ -18,7 +18,7 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, *opti
     """Return the answer as a mapping, and the verdict with its caveats."""
     script = tmp_path / "script.py"
     script.write_text(HEAD + body)
-    command = ["virtual", "--card", "rtx-4090", *options]
+    command = ["virtual", *([] if "--card" in options else ["--card", "rtx-4090"]), *options]
     main([*command, "--json", "--", str(script)])
     answer = json.loads(capsys.readouterr().out)
     main([*command, "--", str(script)])
@@ -317,6 +317,41 @@ def test_growth_is_told_with_its_step_and_its_lines(
 
 
 @pytest.mark.parametrize(
+    ("keep", "rows", "per_step"),
+    [
+        ("kept.append(x.clone())", "128 * (1 + step % 3)", 1.0),
+        ("if step % 4 == 0: kept.append(torch.empty(2**22, device='cuda'))", "64", 4.0),
+        ("kept = [torch.cat([*kept, x.detach()])]", "512", 2.0),
+        ("kept.append(torch.empty(2**20, device='cuda')); cache = x if step == 2 else None", "64 * (1 + step)", 4.0),
+    ],
+    ids=["mixed rows", "every fourth step", "one longer tensor", "longer rows"],
+)
+def test_growth_is_a_rate_whatever_else_changes(
+    keep: str, rows: str, per_step: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer, _ = planned(tmp_path, capsys, LEAK.format(kept="[]", steps=20, keep=keep, rows=rows))
+    assert answer["basis"]["growth"]["bytes_per_step"] == pytest.approx(per_step * MIB, rel=0.05)
+
+
+def test_the_step_at_which_growth_fills_the_card_is_where_it_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = LEAK.format(kept="[]", steps=200, keep="kept.append(loss)", rows=1024)
+    card = tmp_path / "small.toml"
+    card.write_text(
+        'name = "small"\nmemory_mib = 1024\ncompute_capability = "8.9"\ntflops_bf16 = 10.0\ntflops_fp32 = 5.0\n'
+        "memory_gbps = 200.0\npcie_gbps = 16.0\ncontext_mib = 100\n"
+    )
+    few, verdict = planned(tmp_path, capsys, body, "--card", str(card), "--steps", "8")
+    told = int(re.search(r"full at about step ([\d,]+)", verdict)[1])
+    whole, verdict = planned(tmp_path, capsys, body, "--card", str(card))
+    assert abs(told - whole["oom"]["step"]) <= 2, "a step's own peak is above what stays"
+    assert few["fits"]
+    assert not whole["fits"]
+    assert f"\n  GROWS: by {few['basis']['growth']['bytes_per_step'] // MIB}" in verdict
+
+
+@pytest.mark.parametrize(
     ("kept", "keep", "rows", "steps"),
     [
         ("[]", "pass", "1024", 12),
@@ -324,8 +359,12 @@ def test_growth_is_told_with_its_step_and_its_lines(
         ("[]", "kept = [loss, x]", "1024", 12),
         ("[]", "pass", "128 * (1 + step)", 8),
         ("[]", "kept.append(loss)", "1024", 4),
+        ("__import__('collections').deque(maxlen=6)", "kept.append(x)", "1024", 14),
+        ("[]", "if step in (1, 3): kept.append(x)", "1024", 12),
+        ("{}", "kept[step // 4] = x", "1024 if step < 8 else 8", 12),
+        ("{}", "kept['table'] = x if step % 4 == 0 else kept['table']", "128 * (1 + step)", 16),
     ],
-    ids=["nothing", "queue", "variables", "longer rows", "too few steps"],
+    ids=["nothing", "queue", "variables", "longer rows", "too few steps", "full cache", "twice", "three", "replaced"],
 )
 def test_what_does_not_grow_is_not_said_to(
     kept: str, keep: str, rows: str, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -381,3 +420,27 @@ def test_the_words_of_a_basis() -> None:
     )  # fmt: skip
     told = "planned with torch 2.13.0, peft 0.21; eager code; seen: 1 whole step, no evaluation, saving"
     assert (basis.as_text(), basis.lower_bound, basis.upper_bound) == (told, "", "")
+
+
+LLAMA = """
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.set_default_device("cuda")
+shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+model = LlamaForCausalLM(LlamaConfig(**shape))
+model.{mode}()
+{enable}
+ids = torch.zeros(1, 16, dtype=torch.int64)
+model(input_ids=ids, labels=ids).loss.backward()
+"""
+ENABLE = "model.gradient_checkpointing_enable()"
+
+
+@pytest.mark.parametrize(
+    ("mode", "enable", "is_told"), [("eval", ENABLE, True), ("train", ENABLE, False), ("eval", "", False)]
+)
+def test_gradient_checkpointing_in_eval_mode_is_told(
+    mode: str, enable: str, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, verdict = planned(tmp_path, capsys, LLAMA.format(mode=mode, enable=enable))
+    assert ("GRADIENT CHECKPOINTING IS INACTIVE: the model is in eval mode at " in verdict) is is_told
+    assert ("script.py:10" in verdict) is is_told

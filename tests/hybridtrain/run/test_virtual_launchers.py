@@ -178,9 +178,14 @@ def test_a_script_that_starts_others_apart_is_told(tmp_path: Path, capsys: pytes
     ("options", "told"),
     [
         ([], "NVIDIA GeForce RTX 4090"),
-        (["-L"], "GPU 0: NVIDIA GeForce RTX 4090 (virtual)"),
+        (["-L"], "GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-"),
         (["--query-gpu=name,memory.total", "--format=csv"], "name, memory.total [MiB]\nNVIDIA GeForce RTX 4090, 2"),
-        (["--query-gpu=index,driver_version", "--format=csv,noheader,nounits"], "0, [N/A]"),
+        (["--query-gpu=index,driver_version", "--format=csv,noheader,nounits"], "0, 580."),
+        (["--query-gpu=name", "--format=csv,noheader", "-i", "0"], "NVIDIA GeForce RTX 4090\n"),
+        (["-q", "-d", "MEMORY"], "Total : 24564 MiB"),
+        ([], "CUDA Version: 13.0"),
+        (["--query-compute-apps=pid,used_memory", "--format=csv"], "pid, used_memory\n"),
+        (["--query-gpu=fan.speed", "--format=csv,noheader"], "[N/A]"),
         (["--query-gpu", "compute_cap", "--format", "csv,noheader"], "8.9"),
     ],
 )
@@ -192,8 +197,24 @@ def test_the_machine_of_a_virtual_card_has_nvidia_smi(options: list[str], told: 
     assert told in found
 
 
+@pytest.mark.parametrize(
+    ("card", "version", "arch"),
+    [("rtx-4090", "13.0", "sm_86"), ("h100-sxm", "13.0", "sm_90"), ("v100-16gb", "12.6", "sm_70")],
+)
+def test_torch_is_the_wheel_that_runs_on_the_card(card: str, version: str, arch: str) -> None:
+    with VirtualGpu(card):
+        assert torch.version.cuda == version
+        assert arch in torch.cuda.get_arch_list()
+        assert "code=" + arch in torch.cuda.get_gencode_flags()
+
+
 def test_torch_is_one_that_was_built_with_cuda() -> None:
     with VirtualGpu("rtx-4090"):
+        assert torch.backends.cuda.is_built()
+        assert torch.backends.cuda.is_flash_attention_available()
+        assert torch.cuda.nccl.is_available([torch.ones(1, device="cuda")])
+        with torch.cuda.device("cuda:0") as _, torch.cuda.device(0):
+            assert torch.cuda._utils._get_device_index("cuda:0") == 0
         assert torch.backends.cudnn.is_available()
         assert torch.backends.cudnn.version() > 90000
         assert torch.backends.cudnn.is_acceptable(torch.ones(1, device="cuda"))
@@ -266,3 +287,20 @@ def test_fsdp_from_meta_initializes_and_trains(init: str, tmp_path: Path, capsys
     code, found, _ = answer(capsys, "--world", "2", "--", str(path))
     assert (code, found["basis"]["num_steps"]) == (0, 2)
     assert found["by_class"]["optim_state"] == 2 * 3 * (1024 * 1025 * 4) // 2
+
+
+def test_python_under_a_shell_and_a_pipe_has_the_card(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "run.sh").write_text(f"nvidia-smi -L\nMARK=7 '{sys.executable}' -u '{tmp_path}/train.py' x | tail -1\n")
+    code = main(["virtual", "--card", "rtx-4090", "--json", "--", "bash", str(tmp_path / "run.sh")])
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert (code, found["basis"]["num_steps"], found["by_class"]["weight"]) == (0, 2, 1024 * 1025 * 4)
+    assert "GPU 0: NVIDIA GeForce RTX 4090" in err
+    assert f"['x'] 7 {Path.cwd()}" in err
+
+
+def test_a_program_under_which_nothing_uses_the_card_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["virtual", "--card", "rtx-4090", "--", "bash", "-c", "exit 3"]) == 2
+    assert "bash: exited with code 3, and no Python that it started used the card" in capfd.readouterr().err
+    assert "PYTHONPATH" not in os.environ or "hybridtrain-child" not in os.environ["PYTHONPATH"]

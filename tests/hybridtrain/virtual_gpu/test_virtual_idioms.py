@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.virtual_gpu import DataDependentError, VirtualGpu, find_card
+from hybridtrain.virtual_gpu.facade.known_values import Place
 
 MIB = 2**20
 
@@ -232,6 +233,15 @@ def test_a_loss_keeps_the_storage_that_torch_leaves_it(name: str, reduction: str
     real = function(torch.from_numpy(ones), torch.from_numpy(ones), reduction=reduction)
     found = function(torch.rand(64, 64, device="cuda"), torch.rand(64, 64, device="cuda"), reduction=reduction)
     assert (found.shape, found.untyped_storage().nbytes()) == (real.shape, real.untyped_storage().nbytes())
+
+
+def test_a_default_device_leaves_tensors_where_they_are(gpu: VirtualGpu) -> None:
+    before = torch.empty(8, device="cuda")
+    with torch.device("cuda"):
+        assert gpu.ledger.place_of(before) is gpu.ledger.place_of(torch.empty(8)) is Place.DEVICE
+        model = torch.nn.Linear(16384, 8192)  # beyond what is kept real on the host
+        model(torch.ones(2, 16384)).sum().backward()
+        assert gpu.ledger.place_of(model.weight) is Place.DEVICE
 
 
 def test_the_old_types_of_a_card_make_tensors_there() -> None:

@@ -16,8 +16,9 @@ from hybridtrain.cli.main import main
 from hybridtrain.config.encode import to_json
 from hybridtrain.data.corpus import embedded_corpus
 from hybridtrain.errors import DivergenceError, HostMemoryError, HybridTrainError
-from hybridtrain.run.virtual_run import run_script as run_virtually
+from hybridtrain.run.virtual_run import run_python
 from hybridtrain.virtual_gpu.cards.card import Card
+from hybridtrain.virtual_gpu.facade.launchers import PythonCommand
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 from hybridtrain.weights.dummy_weights import write_dummy_model
 from hybridvalidation.child import without_folders
@@ -125,7 +126,9 @@ def plan_script(job: ScriptPlanJob) -> Answer:
     """Plan a script on the CPU, as ``hybridtrain virtual`` does."""
     os.chdir(job.folder)
     try:
-        found = run_virtually([str(job.script)], VirtualGpu(job.card), host_memory_bytes=None, quiet=True)
+        found = run_python(
+            PythonCommand(str(job.script), False, ()), VirtualGpu(job.card), host_memory_bytes=None, quiet=True
+        )  # fmt: skip
     except HybridTrainError as error:
         lines = str(error).splitlines()  # of an error of the script's own: a traceback
         told = next((line for line in reversed(lines) if _ERROR.match(line)), lines[0])
