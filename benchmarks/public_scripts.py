@@ -20,9 +20,11 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from hybridtrain.config.encode import encode
+from hybridtrain.run.environment import read_environment
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE.parent / "results" / "records" / "public-scripts.jsonl"
@@ -89,7 +91,7 @@ def attempt(script: Mapping[str, Any], commit: str, arguments: argparse.Namespac
         "script_commit": commit,
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S"),
     }
-    line["environment"] = {"commit": _program(), "torch": version("torch")}
+    line["environment"] = encode(read_environment())
     source = arguments.repositories / script["repository"].replace("/", "+") / "repo"
     place, environment = lay_out(script, commit, source, folder)
     made = _run([sys.executable, "-c", _prepared(script)], place, environment, 600)
@@ -238,11 +240,6 @@ def _resident(pid: int) -> tuple[int, float]:
     except OSError:
         return 0, 0.0
     return int(fields[21]) * resource.getpagesize(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _program() -> str:
-    git = ["git", "-C", str(HERE.parent), "log", "-1", "--format=%h", "--abbrev=12", "--", "hybridtrain"]
-    return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def outcome(script: Mapping[str, Any], line: Mapping[str, Any]) -> str:

@@ -132,7 +132,8 @@ def test_a_full_card_ends_the_script_and_says_where(
     command = ["--card", str(card), "--", str(script), "--batch", "512"]
     assert main(["virtual", *command]) == 1
     told = capsys.readouterr().out
-    assert f"DOES NOT FIT: {script} runs out of memory on small, at step 1, forward" in told
+    assert told.startswith(f"DOES NOT FIT: {script} needs ")
+    assert " of 480.00 MiB and runs out of memory on small, at step 1, forward" in told
     assert "speed" not in told  # a step that did not end has no time
     assert main(["virtual", "--json", *command]) == 1
     assert json.loads(capsys.readouterr().out)["step_time_s"] is None

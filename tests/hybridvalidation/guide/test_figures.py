@@ -22,7 +22,7 @@ def figures() -> Figures:
 
 
 def test_a_figure_in_a_sentence_and_one_in_lines_of_its_own_are_filled(figures: Figures) -> None:
-    text = "a <!--figure held all-->7<!--/figure--> b\n<!--figure scenario 1b-16gb tight-->\nold\n<!--/figure-->\n"
+    text = "a <!--figure held all-->7<!--/figure--> b\n<!--figure scenario 1b-16gb tight-->\n\nold\n\n<!--/figure-->\n"
     first, *table = filled(text, figures, "page").splitlines()
     assert first == "a <!--figure held all-->51<!--/figure--> b"
     assert table[0] == "<!--figure scenario 1b-16gb tight-->"
@@ -30,6 +30,9 @@ def test_a_figure_in_a_sentence_and_one_in_lines_of_its_own_are_filled(figures: 
     assert table[4].startswith("| tight")
     again = "\n".join([first, *table, ""])
     assert filled(again, figures, "page") == again
+    dense = filled(text.replace("\n\n", "\n"), figures, "page")  # as in the README
+    assert dense.splitlines()[2].startswith("| stack")
+    assert filled(dense, figures, "page") == dense
 
 
 @pytest.mark.parametrize(

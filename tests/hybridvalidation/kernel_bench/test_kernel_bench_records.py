@@ -296,6 +296,7 @@ def test_an_unknown_card_is_compared_with_its_measured_ceilings() -> None:
     evidence = EvidenceRecord(
         part="ceilings", key="ceilings", description="", outcome=Outcome.OK, started_at="", duration_s=1.0,
         environment=record().environment, card="tomorrow", others_bytes=0, ceilings=ceilings,
+        driver="", versions={},
     )  # fmt: skip
     peaks = card_peaks("tomorrow", [evidence])
     assert peaks is not None

@@ -8,7 +8,7 @@ from typing import Literal
 from hybridtrain.units import format_count, to_gib
 from hybridvalidation.judge.statistics import Interval
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#999999")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#999999", "#332288")
 """Okabe and Ito's, which colour-blind readers can tell apart, then brown and grey."""
 INK = "#000000"
 """Of what others are compared with; on a page the colour of its text."""
