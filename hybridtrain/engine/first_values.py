@@ -117,9 +117,7 @@ class FirstValues:
         if is_adapter(name):
             fill_adapter(name, values, generator)
             return
-        height = values.numel() if generator is None else _SLICE_ELEMENTS  # a dry run draws nothing
-        for part in parts(values.numel(), height):  # as _drawn: one seed, the same values in every format
-            fill_initial(name, values.view(-1)[part], self.model.config, generator)
+        fill_initial(name, values, self.model.config, generator)
 
     def _generator(self, number: int) -> torch.Generator | None:
         return self.states.copies.transfer.generator(random_key(self.seed, number))
