@@ -81,7 +81,7 @@ class RecordError(HybridTrainError):
 
 
 _MOST_LISTED = 24
-_LISTS = {"model": "models", "model of the atlas": "models", "card": "cards", "stack": "stacks"}
+_LISTS = {"model": "models", "card": "cards", "stack": "stacks"}
 """Kinds of ``hybridtrain list`` by what a message calls a name."""
 
 
@@ -91,13 +91,18 @@ def near_name(name: str, allowed: Iterable[str]) -> str:
     return f"; did you mean '{found[0]}'?" if found else ""
 
 
-def unknown_name(what: str, name: str, allowed: Iterable[str]) -> str:
-    """Return the sentence for a name that is not in a registry; of many names it lists the command that tells them."""
+def known_names(what: str, allowed: Iterable[str]) -> str:
+    """Return the sentence that tells the names of a registry, or of many the command that does."""
     names = sorted(allowed)
-    known = f"Known: {', '.join(names)}."
     if len(names) > _MOST_LISTED and what in _LISTS:
-        known = f"`hybridtrain list {_LISTS[what]}` names the {len(names)} known ones."
-    return f"{what} '{name}' is unknown{near_name(name, names) or '.'} {known}"
+        return f"`hybridtrain list {_LISTS[what]}` names the {len(names)} known ones."
+    return f"Known: {', '.join(names)}."
+
+
+def unknown_name(what: str, name: str, allowed: Iterable[str]) -> str:
+    """Return the sentences for a name that is not in a registry."""
+    names = sorted(allowed)
+    return f"{what} '{name}' is unknown{near_name(name, names) or '.'} {known_names(what, names)}"
 
 
 def reasons(error: BaseException | None) -> Iterator[BaseException]:

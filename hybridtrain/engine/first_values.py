@@ -116,8 +116,8 @@ class FirstValues:
         generator = self._generator(number)
         if is_adapter(name):
             fill_adapter(name, values, generator)
-            return
-        fill_initial(name, values, self.model.config, generator)
+        else:
+            fill_initial(name, values, self.model.config, generator)
 
     def _generator(self, number: int) -> torch.Generator | None:
         return self.states.copies.transfer.generator(random_key(self.seed, number))

@@ -370,7 +370,8 @@ def fit_command(
     if not any(option.candidate.arrangement.is_resident for option in (options[0], smallest[0])):
         on_card = resident(request, methods=chosen, free_share=free, runs=runs)
     if confirm and on_card is not None:
-        on_card = next(option for option in _confirmed(request, [on_card], None, free, say))
+        planned = {option.candidate: option for option in options}.get(on_card.candidate)
+        (on_card,) = [planned] if planned is not None else _confirmed(request, [on_card], None, free, say)
         on_card = on_card if on_card.fits else None
     written = smallest if shows_least else options
     if write is not None:

@@ -23,7 +23,6 @@ from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 FOLDER = "HYBRIDTRAIN_CHILD_CARD"
 """Variable of child processes."""
-_ROOT = str(Path(__file__).parents[2])
 _SITE = """import os
 import sys
 
@@ -35,8 +34,7 @@ while words and words[0].startswith("-") and words[0] not in ("-m", "-c", "-"):
     del words[:count]
 is_ours = os.environ.get({folder!r}) == here and sys.prefix == {prefix!r}
 if is_ours and words and words[0] not in ("-c", "-"):
-    code = "import sys; sys.path[0] = {root!r}; from hybridtrain.cli.plan import run_child; run_child()"
-    os.execv(sys.executable, [sys.executable, *flags, "-c", code, *words])
+    os.execv(sys.executable, [sys.executable, *flags, "-c", {code!r}, *words])
 sys.path.remove(here)
 own = sys.modules.pop("sitecustomize")
 try:
@@ -85,13 +83,21 @@ class Children:
         return pickle.loads(path.read_bytes())  # noqa: S301  from our own children
 
 
+def calling(module: str, function: str) -> str:
+    """Return code for ``python -c`` that calls a function of ours, wherever the interpreter starts."""
+    root = str(Path(__file__).parents[2])
+    return f"import sys; sys.path[0] = {root!r}; from {module} import {function}; {function}()"
+
+
 @contextmanager
 def child_card(gpu: VirtualGpu, settings: object) -> Iterator[Children]:
     """Give Python processes that start inside the block the card; ``settings`` are for ``child_settings``."""
     with TemporaryDirectory(prefix="hybridtrain-child-") as name:
         folder = Path(os.path.realpath(name))
         (folder / "settings").write_bytes(pickle.dumps((gpu.settings(), settings)))
-        (folder / "sitecustomize.py").write_text(_SITE.format(folder=FOLDER, prefix=sys.prefix, root=_ROOT))
+        (folder / "sitecustomize.py").write_text(
+            _SITE.format(folder=FOLDER, prefix=sys.prefix, code=calling("hybridtrain.cli.plan", "run_child"))
+        )
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         with mock.patch.dict(os.environ, {"PYTHONPATH": path, FOLDER: str(folder)}):
             yield Children(folder)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hybridtrain.run.child_card import FOLDER
+from hybridtrain.run.child_card import FOLDER, calling
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import Card
@@ -26,8 +26,6 @@ from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 _LARGEST = 4
 _STEPS_AFTER = 2
 """Steps beyond the one that failed."""
-_ROOT = str(Path(__file__).parents[2])
-_START = "import sys; sys.path[0] = {root!r}; from hybridtrain.run.second_run import main; main()"
 _BY_CLASS_ALONE = {TensorClass.WEIGHT, TensorClass.MASTER, TensorClass.GRAD, TensorClass.OPTIM_STATE}
 
 
@@ -37,7 +35,7 @@ class Begin:
 
     folder: str = field(default_factory=os.getcwd)
     environment: dict[str, str] = field(
-        default_factory=lambda: {name: os.environ[name] for name in os.environ if name != FOLDER}
+        default_factory=lambda: {name: value for name, value in os.environ.items() if name != FOLDER}
     )
     path: list[str] = field(default_factory=lambda: sys.path[:])
 
@@ -86,7 +84,7 @@ def second_run(python: PythonCommand, gpu: VirtualGpu, begin: Begin, failed_step
         job, answer = Path(name, "job"), Path(name, "answer")
         job.write_bytes(pickle.dumps((python, gpu.settings(), failed_step, begin.path)))
         subprocess.run(  # noqa: S603  our own module
-            [sys.executable, "-c", _START.format(root=_ROOT), str(job), str(answer)], cwd=begin.folder,
+            [sys.executable, "-c", calling(__name__, "main"), str(job), str(answer)], cwd=begin.folder,
             env=begin.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             check=False,
         )  # fmt: skip
@@ -130,13 +128,11 @@ def run_whole(python: PythonCommand, gpu: VirtualGpu, failed_step: int) -> Whole
 
 def _largest(trace: LedgerTrace, places: Mapping[int, str]) -> tuple[tuple[str, int], ...]:
     peak = find_peak(trace, range(len(trace.events)))
-    held = dict.fromkeys(trace.events[: peak.event + 1])
     found = Counter[str]()
-    for index in held:
-        if index >= 0 and ~index not in held:
-            kind = trace.classes[index]
-            name = kind.replace("_", " ")
-            if kind not in _BY_CLASS_ALONE:
-                name = f"{trace.units[index] or name} ({places.get(index, 'unknown line')})"
-            found[name] += trace.sizes[index]
+    for index in trace.alive(peak.event):
+        kind = trace.classes[index]
+        name = kind.replace("_", " ")
+        if kind not in _BY_CLASS_ALONE:
+            name = f"{trace.units[index] or name} ({places.get(index, 'unknown line')})"
+        found[name] += trace.sizes[index]
     return tuple(found.most_common(_LARGEST))

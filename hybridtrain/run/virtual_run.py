@@ -202,13 +202,9 @@ class NothingPlannedError(ConfigError):
 
 
 def run_script(
-    command: Sequence[str],
-    gpu: VirtualGpu,
-    *,
-    host_memory_bytes: int | None,
-    quiet: bool = False,
+    command: Sequence[str], gpu: VirtualGpu, *, host_memory_bytes: int | None, quiet: bool = False,
     for_children: object = None,
-) -> VirtualRun | ChildAnswer:
+) -> VirtualRun | ChildAnswer:  # fmt: skip
     """Run a script on a virtual card to its end, to the last requested iteration, or to an out-of-memory error.
 
     Python processes that it starts apart are on the card too; if it uses no card itself, the answer is theirs.
@@ -223,7 +219,7 @@ def run_script(
     Raises:
         ConfigError: The script is not there, or it ended by itself with a code of its own, or used no card.
         ScriptError: It ended in an error of its own.
-    """  # fmt: skip
+    """
     python = python_command(list(command))
     with child_card(gpu, for_children) as children:
         try:
@@ -271,14 +267,9 @@ def run_python(
             capacity_bytes=run.card.allocator_capacity_bytes,
         )  # fmt: skip
     return VirtualRun(
-        script=python.name,
-        gpu=gpu,
-        run=run,
-        basis=basis,
-        host_memory_bytes=host_memory_bytes,
-        reserved=reserved,
+        script=python.name, gpu=gpu, run=run, basis=basis, host_memory_bytes=host_memory_bytes, reserved=reserved,
         whole=whole,
-    )
+    )  # fmt: skip
 
 
 @contextmanager

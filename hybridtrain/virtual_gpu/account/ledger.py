@@ -6,7 +6,7 @@ and on CUDA. Invariant: storages are watched through weak references; the ledger
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -108,6 +108,16 @@ class LedgerTrace:
         end = self.steps[step + 1].op if step + 1 < len(self.steps) else len(self.ops)
         return self.ops[self.steps[step].op : end]
 
+    def alive(self, event: int) -> Iterable[int]:
+        """Return the storages that are live right after ``event``, in the order of their allocation."""
+        alive: dict[int, None] = {}
+        for entry in self.events[: event + 1]:
+            if entry >= 0:
+                alive[entry] = None
+            else:
+                del alive[~entry]
+        return alive
+
     def live_bytes(self) -> Iterator[int]:
         """Yield the live bytes after each event."""
         live = 0
@@ -150,15 +160,9 @@ def holders(
 ) -> tuple[dict[TensorClass, int], dict[tuple[TensorClass, str], int]]:
     """Return live bytes by class, and by class and unit, right after ``event``; ``sizes`` may be block sizes."""
     taken = trace.sizes if sizes is None else sizes
-    alive: dict[int, None] = {}
-    for entry in trace.events[: event + 1]:
-        if entry >= 0:
-            alive[entry] = None
-        else:
-            del alive[~entry]
     by_class: dict[TensorClass, int] = dict.fromkeys(TensorClass, 0)
     by_unit: defaultdict[tuple[TensorClass, str], int] = defaultdict(int)
-    for index in alive:
+    for index in trace.alive(event):
         by_class[trace.classes[index]] += taken[index]
         by_unit[trace.classes[index], trace.units[index]] += taken[index]
     return by_class, dict(by_unit)

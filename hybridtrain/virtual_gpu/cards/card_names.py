@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping
 
+from hybridtrain.errors import known_names
+
 _UNKNOWN_MEMORY = "cannot be planned: its context, allocator settings and kernels' workspaces are not known here."
 _ONE_MEMORY = "cannot be planned as it is: card and processor share one memory, which would be counted twice."
 _OTHERS = {
@@ -29,16 +31,15 @@ def unknown_card(name: str, catalogue: Mapping[str, tuple[str, int]]) -> str:
         name: As asked for.
         catalogue: Name and MiB that nvidia-smi reports, by short name.
     """
-    known = f"`hybridtrain list cards` names the {len(catalogue)} known ones."
-    own = "Your own card: a .toml file with its figures."
+    told = f"{known_names('card', catalogue)} Your own card: a .toml file with its figures."
     if alike := _alike(name, catalogue):
         quoted = " or ".join(f"'{known}'" for known in alike)
-        return f"card '{name}' is unknown; did you mean {quoted}? {known} {own}"
+        return f"card '{name}' is unknown; did you mean {quoted}? {told}"
     plain = re.sub(r"[^a-z0-9]", "", re.sub(_WORDS, "", name.lower()))
     for beginning, reason in _OTHERS.items():
         if re.match(beginning, plain):
             return f"card '{name}': {reason}"
-    return f"card '{name}' is unknown. {known} {own}"
+    return f"card '{name}' is unknown. {told}"
 
 
 def _alike(name: str, catalogue: Mapping[str, tuple[str, int]]) -> list[str]:

@@ -6,7 +6,7 @@ noted with its reason. Breaks that only Dynamo would make are not seen: such cod
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any, NoReturn
@@ -61,9 +61,11 @@ class CompiledFunction:
         self._ledger, self._function, self._place = ledger, function, place
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         self._module = owner if isinstance(owner, nn.Module) else None
-        self._is_whole = function is owner or getattr(function, "__name__", "") in {"_call_impl", "forward"}
+        name = getattr(function, "__name__", "")
+        self._is_whole = self._module is not None and (function is owner or name in {"_call_impl", "forward"})
+        self._is_call = self._is_whole and name != "forward"
         self._known = _KNOWN.setdefault(ledger, {})
-        self._who = None if self._is_whole and self._module is not None else function  # layers of one make share graphs
+        self._who = None if self._is_whole else function  # layers of one make share graphs
         if not isinstance(function, nn.Module):
             update_wrapper(self, function, updated=())
         self._torchdynamo_orig_callable = function
@@ -85,7 +87,7 @@ class CompiledFunction:
     def _inside_hooks(self) -> nn.Module | None:
         """Return the module whose forward pass alone is compiled, as what surrounds it is not: hooks, and DDP."""
         module = self._module
-        if module is None or not self._is_whole or getattr(self._function, "__name__", "") == "forward":
+        if module is None or not self._is_call:
             return None
         if isinstance(module, DistributedDataParallel):
             wrapped: nn.Module = module.module
@@ -101,7 +103,7 @@ class CompiledFunction:
         """Tell the virtual card of a pass through a module that does not tell it by itself."""
         hooks = torch.nn.modules.module
         module = self._module
-        if module is None or not self._is_whole or getattr(self._function, "__name__", "") == "forward":
+        if module is None or not self._is_call:
             yield
             return
         for before in [*hooks._global_forward_pre_hooks.values()]:
@@ -123,27 +125,27 @@ class CompiledFunction:
         return graphs.run(self, call) if isinstance(graphs, Chain) else graphs.run(call)
 
     def _find(self, call: "Call") -> "Graphs | Chain | None":
-        """Trace a call, as a chain of layers if it is one; return None for what runs as eager code."""
+        """Trace a call; return None for what runs as eager code."""
         try:
-            if self._module is not None and self._is_whole:
-                layers = repeated_layers(self._module)
-                if layers:
-                    try:
-                        found: Graphs | Chain = trace_chain(self, call, layers)
-                    except Exception:  # noqa: BLE001  then all is one graph
-                        found = trace(self._ledger, call, self.call_plainly)
-                else:
-                    alike = self._who, call.shape_key, signature(self._ledger, call, self.call_plainly)[0]
-                    if alike not in self._known:
-                        self._known[alike] = trace(self._ledger, call, self.call_plainly)
-                    found = self._known[alike]  # type: ignore[assignment]
-            else:
-                found = trace(self._ledger, call, self.call_plainly)
+            found = self._trace(call)
         except Exception as error:  # noqa: BLE001  whatever it is, eager code is an upper bound
             self._ledger.seen.compiled.append(f"{self._place} ({_reason(error)})")
             return None
         self._ledger.seen.captured.append(self._place)
         return found
+
+    def _trace(self, call: "Call") -> "Graphs | Chain | None":
+        """Return a chain of a module's layers if it is one, the graphs of a module of its make, or new graphs."""
+        layers = repeated_layers(self._module) if self._is_whole and self._module is not None else None
+        if layers:
+            with suppress(Exception):  # then all is one graph
+                return trace_chain(self, call, layers)
+        elif layers is not None:
+            alike = self._who, call.shape_key, signature(self._ledger, call, self.call_plainly)[0]
+            if alike not in self._known:
+                self._known[alike] = trace(self._ledger, call, self.call_plainly)
+            return self._known[alike]
+        return trace(self._ledger, call, self.call_plainly)
 
 
 def _reason(error: Exception) -> str:

@@ -14,6 +14,7 @@ Blocks are the numbered children of a module, as ``layers.3``. Bytes are counted
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StepMark
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
@@ -103,7 +104,8 @@ def half_batch(trace: LedgerTrace) -> LedgerTrace:
     """Return a trace with half of every activation that a step both allocates and releases."""
     found = {}
     for step in range(len(trace.steps)):
-        events = trace.events[trace.step_range(step).start : trace.step_range(step).stop]
+        span = trace.step_range(step)
+        events = trace.events[span.start : span.stop]
         released = {~entry for entry in events if entry < 0}
         for index in released.intersection(events):
             if trace.classes[index] is TensorClass.ACTIVATION:
@@ -143,7 +145,7 @@ def _passes(trace: LedgerTrace) -> list[_Pass]:
     ops = [op for op in trace.ops if op.lane is Lane.COMPUTE]
     starts = [mark.event for mark in trace.steps]
     step = -1
-    for op, following in zip(ops, [*ops[1:], None][: len(ops)], strict=True):
+    for op, following in zip_longest(ops, ops[1:]):
         while step + 1 < len(starts) and starts[step + 1] <= op.event:
             step += 1
         end = len(trace.events) if following is None else following.event

@@ -3,8 +3,6 @@
 import gzip
 import json
 import os
-import runpy
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hybridtrain.virtual_gpu.facade.launchers import PythonCommand
 from hybridvalidation.experiments.card_session.parts import script_imports
 from hybridvalidation.experiments.card_session.record import RECORDED_STEPS, MeasuredScript
 from hybridvalidation.experiments.measure import DeviceUse
@@ -57,7 +56,7 @@ def run_script(job: ScriptJob) -> tuple[MeasuredScript, BaseException | None]:
     torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_MOST_EVENTS)
     begin, error = time.perf_counter(), None
     try:
-        _run(job.script)
+        PythonCommand(str(job.script), False, ()).run()
     except (Exception, SystemExit) as raised:  # noqa: BLE001  whatever a library may raise belongs to the answer
         error = raised
     finally:
@@ -67,14 +66,6 @@ def run_script(job: ScriptJob) -> tuple[MeasuredScript, BaseException | None]:
         if len(ends) < RECORDED_STEPS:
             _end_recording(job.trace)
     return _figures(use, time.perf_counter() - begin, ends), error
-
-
-def _run(script: Path) -> None:
-    arguments, sys.argv = sys.argv, [str(script)]
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        sys.argv = arguments
 
 
 def _figures(use: DeviceUse, seconds: float, ends: list[float]) -> MeasuredScript:
