@@ -23,6 +23,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -31,6 +32,7 @@ from hybridtrain.virtual_gpu.facade.compiled_graph import GraphBuffers
 from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast, choose_attention
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
+_HOST = torch.device("cpu")
 _NUMBERS = itertools.count(1)
 """Numbers of checkpointed calls in a graph: at the boundary of two calls something is saved."""
 
@@ -172,6 +174,7 @@ def tracing(ledger: VirtualLedger, modules: Sequence[nn.Module]) -> Iterator[Non
         stack.enter_context(mock.patch.object(Autocast, "_is_ours", lambda _self, tensor: tensor.is_floating_point()))
         for owner, name, value in _replaced(modules):
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(DeviceContext(_HOST))  # also where the code's default device is the card
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         stack.enter_context(FakeTensorMode())  # of the CPU: on meta tensors a cross entropy has no gradient here
         outer, ledger.is_inside = ledger.is_inside, True

@@ -51,7 +51,9 @@ def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) ->
     def note_save() -> None:
         ledger.seen.num_saves += 1
 
+    context = _default_context()
     with ExitStack() as stack:
+        stack.callback(torch.set_default_device, None if context is None else context.device)
         for replaced in (
             ((torch.Tensor, name, value) for name, value in methods.names().items()),
             ((torch.cuda, name, value) for name, value in (cuda | card_types()).items()),
@@ -416,10 +418,16 @@ def _from_data(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return make
 
 
+def _default_context() -> DeviceContext | None:
+    """Return the context of ``torch.set_default_device``; None: the CPU."""
+    found: DeviceContext | None = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return found
+
+
 def _default_device() -> torch.device:
     """Return the default device; torch's own function makes a tensor to learn its index."""
     modes = (mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext))
-    context = next(modes, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None))
+    context = next(modes, _default_context())
     found = torch.device("cpu") if context is None else context.device
     return CARD if found.type == "cuda" else found
 

@@ -305,3 +305,15 @@ def test_steps_and_modules_are_those_of_eager_code() -> None:
     assert steps == 3
     for wrap in (wrapped, itself):
         assert plan(wrap) == (steps, units)
+
+
+def test_code_with_the_card_as_default_device_is_a_graph_and_leaves_the_default_device_as_it_was() -> None:
+    def shifted(x: Tensor) -> Tensor:
+        return x + torch.arange(x.shape[-1])
+
+    with VirtualGpu("rtx-4090") as gpu:
+        torch.set_default_device("cuda")
+        torch.compile(shifted)(torch.zeros(2, 8, requires_grad=True)).sum().backward()
+        assert len(gpu.basis().captured) == 1
+        assert gpu.basis().compiled == []
+    assert torch.tensor(1.0).device == torch.device("cpu")
