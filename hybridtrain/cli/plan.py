@@ -108,13 +108,15 @@ def virtual(
     world: Count | None = None,
     rank: int = 0,
     link: str = "pcie",
+    max: str | None = None,  # noqa: A002  the option's name
     explain: Flag = False,
     allocation: Allocation = ALLOCATION,
     common: Common = COMMON,
 ) -> Answer:
     """Run a script that wants a CUDA card, unmodified, on one that is not there. Nothing is computed.
 
-    Exit code 1 when it does not fit. Options stand before --, the script and its arguments after it.
+    Exit code 1 when it does not fit, or takes more than --max. Options stand before --, the script and its arguments
+    after it.
 
     Example: hybridtrain virtual --card rtx-4090 --steps 2 -- train.py --batch-size 4
 
@@ -127,16 +129,19 @@ def virtual(
             Default: the launcher's number; without a launcher a single process.
         rank: Which one.
         link: Between the cards: pcie, nvlink, ethernet, or a .toml file with its figures.
+        max: Most card memory that the script may take, as 12GiB: a memory gate for CI.
         explain: Also print bytes by class and module, each step, and every place where a placeholder value was read.
     """
     from hybridtrain.errors import ConfigError
     from hybridtrain.run.virtual_run import VirtualRun, run_script
     from hybridtrain.sizes import parse_size
+    from hybridtrain.units import format_bytes
     from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
     if not command:
         raise ConfigError("virtual", ["SCRIPT: missing; give a Python file, or -m and a module, after --."])
     memory = None if host_memory is None else parse_size(host_memory, "--host-memory")
+    most = None if max is None else parse_size(max, "--max")
     try:
         gpu = VirtualGpu(
             card, host_memory=memory, steps=steps, world=world, rank=rank, link=link,
@@ -149,7 +154,13 @@ def virtual(
     )
     if isinstance(found, VirtualRun):
         allocation.write(found.run)
-    return Answer(text=found.as_text(explain=explain), content=found.as_mapping(), code=0 if found.fits else 1)
+    text, content = found.as_text(explain=explain), found.as_mapping()
+    if most is not None:
+        over = found.needed_bytes - most
+        content["max_bytes"] = most
+        text = f"{f'ABOVE --max {max}, by {format_bytes(over)}' if over > 0 else f'WITHIN --max {max}'}\n{text}"
+    holds = found.fits and (most is None or found.needed_bytes <= most)
+    return Answer(text=text, content=content, code=0 if holds else 1)
 
 
 def run_child() -> None:
@@ -175,7 +186,7 @@ def run_child() -> None:
     allocation.write(found.run)
     answer = ChildAnswer(
         text=found.as_text(), explained=found.as_text(explain=True), content=found.as_mapping(), fits=found.fits,
-        needed_bytes=found.run.device_used_bytes,
+        needed_bytes=found.needed_bytes,
     )  # fmt: skip
     leave(answer)
     if not found.fits:

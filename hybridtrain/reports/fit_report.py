@@ -38,7 +38,7 @@ from hybridtrain.virtual_gpu.cards.card import CardLimit, FitVerdict
 
 _MOST_CONFIRMED = 2
 """Full dry runs of the smallest options where their table is not shown."""
-_FLOAT16 = 'These rows compute in bfloat16: a training file may set compute_dtype = "float16".'
+_FLOAT16 = 'These rows compute in bfloat16. Faster: set compute_dtype = "float16" in the training file.'
 _LEGEND = """\
 name: of the precision, in files and JSON. bottleneck: what most of a step's time goes to. kept blocks: those that keep
 their activations, the others recompute them. checkpoint: arithmetic; a run keeps two, writes a third, and keeps one per
@@ -182,6 +182,9 @@ class FitReport:
         for head, option in (answer for answer in answers if answer[1].fits):
             lines = [f"{head}: {told}." for told in self._told(option)]
             found.append(next((line for line in lines if len(line) <= width), lines[-1]))
+        on_card = (option for option in (fastest, smallest, self.resident) if option is not None and option.fits)
+        if not any(option.candidate.arrangement.is_resident for option in on_card):
+            found.insert(-1, "Without offload: no method fits.")
         return found
 
     def _told(self, option: TrainingOption) -> list[str]:
@@ -263,7 +266,7 @@ class FitReport:
         errors = f"{TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind"
         lines = [
             rule,
-            f"{asked}; {cards}{short_name(request.card)}: {memory}; host: {host}.",
+            f"{asked}; {cards}{short_name(request.card)}: {memory}; host: {host} for tensors.",
             *([f"{request.card.note}. {_FLOAT16}"] if CardLimit.BFLOAT16 in request.card.limits else []),
             f"~: extrapolated, else planned. Speeds: estimated, {errors}.",
         ]

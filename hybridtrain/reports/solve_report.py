@@ -14,14 +14,15 @@ from hybridtrain.units import format_bytes, to_gib
 from hybridtrain.virtual_gpu.cards.card import Card, card_catalogue
 
 _ASKED: dict[Quantity, str] = {
-    "batch": "Largest micro-batch", "seq": "Longest sequence", "card": "Smallest card", "host": "Least host memory",
+    "batch": "Largest micro-batch", "seq": "Longest sequence", "card": "Smallest card",
+    "host": "Least host memory without disk",
 }  # fmt: skip
 _HEADS: dict[Quantity, str] = {"batch": "sequences", "seq": "tokens", "card": "card", "host": "GiB of host"}
 _RULES: dict[Quantity, str] = {
-    "batch": "Any number of sequences",
+    "batch": "Any number of sequences; the largest is not always the fastest",
     "seq": "Multiples of {step} tokens, micro-batches of 1",
     "card": "All cards of the catalogue, micro-batches of 1",
-    "host": "Whole GiB for tensors, micro-batches of 1",
+    "host": "Whole GiB for tensors, micro-batches of 1, nothing on disk",
 }
 SOLVED_METHODS = ("exact", "int8-factored", "lora", "qlora")
 """What is solved for by default: full training at its most exact and at its smallest, and adapters."""
@@ -155,18 +156,18 @@ class SolveReport:
         request, asked = self.request, list[str]()
         if self.quantity != "seq":
             asked.append(f"{request.seq_len} tokens")
-        asked.append(f"{request.tokens_per_step} tokens/step")
+        asked.append(f"about {request.tokens_per_step} tokens/step")
         world, free = request.world.size, f"{self.free_percent:g} % free"
         cards = "" if world == 1 else f"{world} x "
         memory = f"{short_name(request.card)}: {to_gib(request.card.memory_bytes):.2f} GiB"
         places = [f"{cards}any card, {free}" if self.quantity == "card" else f"{cards}{memory}, {free}"]
         if self.quantity != "host":
-            places.append(f"host: {format_bytes(request.host.tensor_bytes)}")
+            places.append(f"host: {format_bytes(request.host.tensor_bytes)} for tensors")
         found = [each.best for each in self.solved if each.best is not None]
         is_planned = all(each.is_planned for each in found)
         how = "planned on both sides of the limit" if is_planned else "bytes are extrapolated (~)"
         told = (
-            f"{_RULES[self.quantity].format(step=seq_step(request))}, all recomputed; {how}.",
+            f"{_RULES[self.quantity].format(step=seq_step(request))}, all recomputed, 2 micro-batches or more; {how}.",
             f"{self.arguments.model}, {', '.join(asked)}; {'; '.join(places)}.",
             f"Speeds: estimated, {TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind.",
         )

@@ -63,8 +63,31 @@ class VirtualRun:
 
     @property
     def fits(self) -> bool:
-        """Whether the script was never ended by a full card."""
-        return self.run.fits_card
+        """Whether the script was never ended by a full card, and will not be by what grows."""
+        return self.run.fits_card and self.full_at_step is None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the card: what the run takes, where memory ran out what the second run needs, with CUDA's context."""
+        if self.whole is None or self.whole.problem:
+            return self.run.device_used_bytes
+        return self.whole.needed_bytes(self.run.card)
+
+    @property
+    def full_at_step(self) -> int | None:
+        """The step at which growing memory fills the card, if the script was stopped before; None: it does not."""
+        if not self.run.fits_card or self.basis.growth is None or not self.gpu.was_stopped:
+            return None
+        full = self.basis.growth.full_at(self._num_steps, self._free_bytes)
+        return full if full < _ANY_TRAINING else None
+
+    @property
+    def _num_steps(self) -> int:
+        return self.basis.num_steps or self.basis.num_backwards
+
+    @property
+    def _free_bytes(self) -> int:
+        return self.run.card.memory_bytes - self.run.device_used_bytes
 
     def as_mapping(self) -> dict[str, object]:
         """Return the plain figures, bytes and seconds, by the names that ``dry-run --json`` uses."""
@@ -82,9 +105,10 @@ class VirtualRun:
             "fits_host": True,
             "by_module": by_module(run),
             "fits": self.fits,
-            "step_time_s": run.time.seconds if self.fits else None,
+            "full_at_step": self.full_at_step,
+            "step_time_s": run.time.seconds if run.fits_card else None,
             "tokens_per_s": None,
-            "bound": run.bound.value if self.fits else None,
+            "bound": run.bound.value if run.fits_card else None,
             "fitting_stacks": None,
             "placeholders": list(map(asdict, self.gpu.placeholders())),
             "without_gradient": list(self.gpu.without_gradient),
@@ -102,8 +126,10 @@ class VirtualRun:
             run, self.script, run.verdict, cards=cards, before_steps="before the first step",
             needed_bytes=None if whole is None or whole.problem else whole.needed_bytes(run.card),
         )  # fmt: skip
+        if self.full_at_step is not None:
+            verdict = verdict.replace(":", f" UNTIL ABOUT STEP {self.full_at_step:,}:", 1)
         figures.append(("parameters", format_count(self.gpu.num_params)))
-        if self.fits:
+        if run.fits_card:
             figures.insert(-1, ("by module", sizes_text(_by_list(by_module(run)))))
             speed = f"{format_seconds(run.time.seconds)} per step, bottleneck: {run.time.bound} (estimated)"
             figures.insert(0, ("speed", speed))
@@ -131,15 +157,14 @@ class VirtualRun:
     def _caveats(self) -> list[str]:
         """Return why the verdict may be another on a real card."""
         basis, run = self.basis, self.run
-        found = basis.caveats(fits=self.fits)
-        free = run.card.memory_bytes - run.device_used_bytes
-        steps = basis.num_steps or basis.num_backwards
-        if basis.growth is not None and (not self.fits or basis.growth.full_at(steps, free) < _ANY_TRAINING):
-            found.append(f"GROWS: {growth_text(basis.growth, steps, free if self.fits else None)}")
+        found = basis.caveats(fits=run.fits_card)
+        free, steps = self._free_bytes, self._num_steps
+        if basis.growth is not None and (not run.fits_card or basis.growth.full_at(steps, free) < _ANY_TRAINING):
+            found.append(f"GROWS: {growth_text(basis.growth, steps, free if run.fits_card else None)}")
         reserved = self.reserved
-        if self.fits and reserved is not None and (reserved.margin_bytes > free or reserved.lengths_fit is False):
+        if run.fits_card and reserved is not None and (reserved.margin_bytes > free or reserved.lengths_fit is False):
             found.append(reserved.as_text())
-        if not self.fits and self.whole is None:
+        if not run.fits_card and self.whole is None:
             found.append("a larger --card shows what the whole step takes")
         return found
 
@@ -150,13 +175,19 @@ class VirtualRun:
             return
         missing = whole.needed_bytes(card) - card.memory_bytes
         ran = f"run a second time on a card without limit, {whole.num_steps} steps"
+        if whole.growth is not None:
+            ran += "; each further step needs more"
         if whole.problem:
             yield "missing", f"{format_bytes(max(0, missing))} or more; {ran}, which ended in {whole.problem}"
         else:
             yield "missing", f"{format_bytes(missing)} ({ran})"
         yield "at its peak", sizes_text(dict(whole.largest))
-        told = (f"{one.technique} {_outcome(one.capacity_bytes + card.context_bytes, card)}" for one in whole.savings)
-        yield "needs with", ", ".join(told)
+        needs = ((one.technique, one.capacity_bytes + card.context_bytes) for one in whole.savings)
+        if whole.growth is None:
+            yield "needs with", ", ".join(f"{technique} {_outcome(size, card)}" for technique, size in needs)
+        else:  # nothing fits for ever
+            until = f"needs until step {whole.num_steps} with"
+            yield until, ", ".join(f"{technique} {format_bytes(size)}" for technique, size in needs)
         yield "ran out", f"at {self.basis.ended_at}"
 
     def _remarks(self, *, explain: bool) -> Iterator[str]:

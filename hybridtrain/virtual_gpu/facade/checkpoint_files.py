@@ -7,6 +7,7 @@ values are never overwritten. Not modelled: host memory of writing, and shared s
 
 import json
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -67,7 +68,8 @@ def checkpoint_files(
 
     def save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         note_save()
-        _check_overwrites("torch.save", f)
+        if _is_kept(f):
+            return
         with mock.patch.object(torch, "device", _TRUE_DEVICE):  # pickle asks whether a device's type is what it is
             true_save(obj, f, *args, **kwargs)
 
@@ -117,7 +119,8 @@ def _safetensors(is_virtual: Callable[[Tensor], bool], note_save: Callable[[], N
 
     def save(tensors: Mapping[str, Tensor], filename: str | PathLike[str], metadata: Mapping[str, str] | None) -> None:
         note_save()
-        _check_overwrites("save_file", filename)
+        if _is_kept(filename):
+            return
         if any(is_virtual(tensor) for tensor in tensors.values()):
             _write_hole(tensors, Path(filename), metadata)
         else:
@@ -150,20 +153,15 @@ def _write_hole(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str
         file.truncate(8 + len(text) + end)
 
 
-def _check_overwrites(what: str, file: object) -> None:
-    """Refuse to write over a file that holds values.
-
-    Raises:
-        FileExistsError: It does.
-    """
+def _is_kept(file: object) -> bool:
+    """Return whether a file holds values, so that nothing is saved there; warn if it does."""
     if not isinstance(file, str | PathLike):
-        return
+        return False
     path = Path(file)
-    if path.is_file() and path.stat().st_size and not _has_mark(path):
-        raise FileExistsError(
-            f"{what}: {path} exists and holds values; a virtual GPU writes shapes only and does not overwrite it; "
-            f"give the script another output folder."
-        )
+    keeps = path.is_file() and path.stat().st_size > 0 and not _has_mark(path)
+    if keeps:
+        warnings.warn(f"{path} holds values: the virtual card keeps it and saves nothing there", stacklevel=3)
+    return keeps
 
 
 def _path_of(file: Any) -> str | None:

@@ -141,6 +141,8 @@ class VirtualGpu:
         self.config = allocator
         self.ledger = VirtualLedger(self.card, host, CachingAllocator(allocator, self.card.allocator_capacity_bytes))
         self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
+        self.was_stopped = False
+        """Whether the code was stopped after the number of iterations asked for."""
         self.steps_done = 0
         """Completed iterations: the fewest steps of any active optimizer."""
         self.without_gradient: tuple[str, ...] = ()
@@ -165,6 +167,8 @@ class VirtualGpu:
         self._has_updated = False
         """Whether an optimizer has stepped in this iteration."""
         self._marks: list[StepMark] = []
+        self._last_update: StepMark | None = None
+        """Where the last update of the last iteration ended."""
         """Forward passes after an update in this iteration."""
         self._backwards_at_begin = 0
         self._begun = False
@@ -198,12 +202,13 @@ class VirtualGpu:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self._open.__exit__(kind, error, trace)
-        if self.ledger.refusal is not None and not isinstance(error, StepsDone):
+        self.was_stopped = isinstance(error, StepsDone)
+        if self.ledger.refusal is not None and not self.was_stopped:
             was_last = self.steps_done == self._last_refusal_step
             is_of_memory = any(isinstance(one, torch.OutOfMemoryError) for one in reasons(error))
             if is_of_memory or (was_last and (error is not None or not self.steps_done)):
                 self.oom = self.ledger.refusal
-        return isinstance(error, StepsDone)
+        return self.was_stopped
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments that make such a card."""
@@ -280,10 +285,11 @@ class VirtualGpu:
             trace, workspace_bytes=0, config=self.config, capacity_bytes=self.ledger.allocator.capacity_bytes,
             record_history=self._record_history,
         )  # fmt: skip
-        time = estimate_step(
-            trace.step_ops(len(trace.steps) - 1), self.card, upload_bytes=0, first=trace.steps[-1].op,
-            host=self.ledger.host,
-        )  # fmt: skip
+        begin, end = trace.steps[-1].op, len(trace.ops)
+        if self._last_update is not None:  # what comes after is no part of a step: evaluation, saving
+            end = self._last_update.op
+            begin = max((mark.op for mark in trace.steps if mark.op < end), default=0)
+        time = estimate_step(trace.ops[begin:end], self.card, upload_bytes=0, first=begin, host=self.ledger.host)
         return CardRun(card=self.card, trace=trace, uncapped=replay, capped=replace(replay, oom=self.oom), time=time)
 
     # Hooks.
@@ -417,7 +423,7 @@ class VirtualGpu:
         self.ledger.updates = True
 
     def _after_update(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        self.ledger.updates, self._has_updated = False, True
+        self.ledger.updates, self._has_updated, self._last_update = False, True, self.ledger.step_mark()
         turns = self._turns[optimizer]
         turns.is_stateless = turns.is_stateless or not self._label_state(optimizer)
         self._num_unused -= not turns.updates

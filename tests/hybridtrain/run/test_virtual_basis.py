@@ -23,7 +23,9 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, *opti
     answer = json.loads(capsys.readouterr().out)
     main([*command, "--", str(script)])
     out = capsys.readouterr().out
-    verdict = re.search(r"^(FITS|DOES NOT FIT): .*\n(  (?!speed |request |peak ).*\n)*", out, re.MULTILINE)
+    verdict = re.search(
+        r"^(FITS|FITS UNTIL .*|DOES NOT FIT): .*\n(  (?!speed |request |peak ).*\n)*", out, re.MULTILINE
+    )
     assert verdict is not None, out
     return answer, verdict[0]
 
@@ -342,11 +344,13 @@ def test_the_step_at_which_growth_fills_the_card_is_where_it_fails(
         'name = "small"\nmemory_mib = 1024\ncompute_capability = "8.9"\ntflops_bf16 = 10.0\ntflops_fp32 = 5.0\n'
         "memory_gbps = 200.0\npcie_gbps = 16.0\ncontext_mib = 100\n"
     )
-    few, verdict = planned(tmp_path, capsys, body, "--card", str(card), "--steps", "8")
-    told = int(re.search(r"full at about step ([\d,]+)", verdict)[1])
+    few, verdict_of_few = planned(tmp_path, capsys, body, "--card", str(card), "--steps", "8")
+    told = int(re.search(r"full at about step ([\d,]+)", verdict_of_few)[1])
     whole, verdict = planned(tmp_path, capsys, body, "--card", str(card))
     assert abs(told - whole["oom"]["step"]) <= 2, "a step's own peak is above what stays"
-    assert few["fits"]
+    assert verdict_of_few.startswith(f"FITS UNTIL ABOUT STEP {told}: ")
+    assert few["full_at_step"] == told
+    assert not few["fits"]
     assert not whole["fits"]
     assert f"\n  GROWS: by {few['basis']['growth']['bytes_per_step'] // MIB}" in verdict
 
@@ -442,3 +446,23 @@ def test_gradient_checkpointing_in_eval_mode_is_told(
 ) -> None:
     _, verdict = planned(tmp_path, capsys, CHECKPOINTED.format(mode=mode, enabled=enabled))
     assert ("GRADIENT CHECKPOINTING IS INACTIVE: the model is in eval mode at " in verdict) is is_told
+
+
+def test_the_speed_is_that_of_a_step_without_what_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluation = "with torch.no_grad():\n    for _ in range(9): model(torch.randn(4096, 1024, device='cuda'))\n"
+    saving = "torch.save(model.state_dict(), '/dev/null')\n"
+    body = UNUSED.replace("range(20)", "range(2)")
+    alone, _ = planned(tmp_path, capsys, body)
+    followed, _ = planned(tmp_path, capsys, body + evaluation + saving)
+    assert followed["step_time_s"] == alone["step_time_s"] > 0
+
+
+def test_more_than_the_memory_that_is_allowed_is_a_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + UNUSED)
+    command = ["virtual", "--card", "rtx-4090", "--steps", "2", "--json"]
+    main([*command, "--", str(script)])
+    used = json.loads(capsys.readouterr().out)["device_used_bytes"]
+    for most, code, told in ((used, 0, "WITHIN"), (used - 1, 1, "ABOVE")):
+        assert main([*command[:-1], "--max", str(most), "--", str(script)]) == code
+        assert capsys.readouterr().out.startswith(f"{told} --max {most}")
