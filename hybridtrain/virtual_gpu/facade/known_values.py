@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op, traits_of
+from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op, is_truly_meta, traits_of
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.facade.op_sets import (
     ANY_ALL,
@@ -19,7 +19,6 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     QUESTIONS,
     TAKES_HOST_INDICES,
     is_small,
-    is_truly_meta,
     like,
     made_on_meta,
     map_tensors,
@@ -76,6 +75,15 @@ class KnownValues:
             return None
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(holding.values, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def are_known(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether the values of all tensors are known."""
+        held = self._held
+        for tensor in tensors:
+            holding = held.get(tensor.untyped_storage()._cdata)
+            if holding is None or holding.values is None:
+                return False
+        return True
 
     def forget(self, tensor: Tensor) -> None:
         """Mark a tensor's values as unknown."""

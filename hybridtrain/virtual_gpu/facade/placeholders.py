@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -112,22 +114,36 @@ class Placeholders:
 def where_called(*, in_script: bool = False) -> str:
     """Return file and line of the innermost frame that is neither torch's nor ours, and ``in_script`` of no package."""
     frame = sys._getframe(1)
-    fallback = ""
+    found = frame
     while frame is not None:
-        path = frame.f_code.co_filename
-        place = f"{path}:{frame.f_lineno}"
-        if not path.startswith(("<", *_NOT_THE_SCRIPT)):
-            if not (in_script and "-packages/" in path):
-                return _shorten(place)
-            fallback = fallback if "-packages/" in fallback else place
-        fallback = fallback or place
+        kind = _kind_of(frame.f_code.co_filename)
+        if kind is _Code.SCRIPT or (kind is _Code.PACKAGE and not in_script):
+            return _shorten(frame.f_code.co_filename, frame.f_lineno)
+        if kind is _Code.PACKAGE and _kind_of(found.f_code.co_filename) is not _Code.PACKAGE:
+            found = frame
         frame = frame.f_back  # type: ignore[assignment]
-    return _shorten(fallback)
+    return _shorten(found.f_code.co_filename, found.f_lineno)
 
 
-def _shorten(place: str) -> str:
+class _Code(Enum):
+    """Whose code a file is."""
+
+    OURS = "ours, torch's or generated"
+    PACKAGE = "an installed package's"
+    SCRIPT = "the script's"
+
+
+@cache
+def _kind_of(path: str) -> _Code:
+    if path.startswith(("<", *_NOT_THE_SCRIPT)):
+        return _Code.OURS
+    return _Code.PACKAGE if "-packages/" in path else _Code.SCRIPT
+
+
+@cache
+def _shorten(path: str, line: int) -> str:
     """Return a place in an installed package without the folder where packages lie."""
     for folder in ("site-packages/", f"{Path.cwd()}/"):
-        if folder in place:
-            return place.split(folder, 1)[1]
-    return place
+        if folder in path:
+            return f"{path.split(folder, 1)[1]}:{line}"
+    return f"{path}:{line}"

@@ -30,10 +30,11 @@ from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, replay_trace
 from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.cards.roofline import estimate_step
-from hybridtrain.virtual_gpu.facade.basis import CodeNotes, PlanBasis, find_growth, versions
+from hybridtrain.virtual_gpu.facade.basis import NUM_STEPS_OF_GROWTH, CodeNotes, PlanBasis, find_growth, versions
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.cuda_facade import facade
 from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
+from hybridtrain.virtual_gpu.facade.generation import generation
 from hybridtrain.virtual_gpu.facade.launchers import launchers
 from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse, where_called
 from hybridtrain.virtual_gpu.facade.savings import LEAST_STATE
@@ -143,6 +144,7 @@ class VirtualGpu:
         self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
         self.was_stopped = False
         """Whether the code was stopped after the number of iterations asked for."""
+        self.ledger.can_see_growth = steps is None or steps >= NUM_STEPS_OF_GROWTH
         self.steps_done = 0
         """Completed iterations: the fewest steps of any active optimizer."""
         self.without_gradient: tuple[str, ...] = ()
@@ -181,6 +183,7 @@ class VirtualGpu:
         with ExitStack() as stack:
             autocast = stack.enter_context(cuda_paths(self.ledger))
             stack.enter_context(facade(self.ledger, self._methods, autocast))
+            stack.enter_context(generation(self.ledger))
             if self._is_launched:
                 stack.enter_context(virtual_world(self.world, self.ledger))
             for owner, name, value in (*launchers(self._enter_world), *self._late_worlds()):
