@@ -90,9 +90,13 @@ def _planned(ledger: VirtualLedger, loop: Callable[..., Any]) -> Callable[..., A
             return loop(model, input_ids, *args, **kwargs)
         num_tokens = length - input_ids.shape[-1]
         left = iter(range(num_tokens))
+
+        def has_more(*_args: Any, **_kwargs: Any) -> bool:
+            return next(left, None) is not None
+
         with ExitStack() as stack:
             # Whether all rows have ended depends on values: none ends before the longest.
-            ends = mock.patch.object(model, "_has_unfinished_sequences", lambda *_, **_kw: next(left, None) is not None)
+            ends = mock.patch.object(model, "_has_unfinished_sequences", has_more)
             stack.enter_context(ends)
             if getattr(kwargs.get("generation_config"), "cache_implementation", None) is None:  # else compiled
                 calls = _Calls(ledger, model.forward, num_tokens)

@@ -21,6 +21,7 @@ from hybridtrain.virtual_gpu.facade.basis import LedgerNotes
 from hybridtrain.virtual_gpu.facade.known_values import Place, VirtualStorage
 from hybridtrain.virtual_gpu.facade.op_sets import allows_mixed_devices
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
+from hybridtrain.virtual_gpu.facade.worst_case import WorstCase
 
 _FIRST_STEP_WITH_PLACES = 2
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -43,6 +44,8 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         """Whether to note the line of every allocation."""
         self.can_see_growth = True
         """Whether the run may be long enough to see growth, which needs the script's lines."""
+        self.worst: WorstCase | None = None
+        """Notes of the worst case; None: not asked for."""
         self.updates = False
         """Whether an optimizer step is running."""
         self.host_bytes = 0
@@ -56,6 +59,11 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         self._target: Place | None = None
 
     # What the facade asks for.
+
+    def begin_phase(self, phase: str) -> None:
+        """Note a phase of the script, if its worst case is asked for."""
+        if self.worst is not None:
+            self.worst.begin(phase, len(self._events))
 
     def place_of(self, tensor: Tensor) -> Place | None:
         """Return the device of a virtual tensor; None for a real one, on the CPU or the script's own meta device."""

@@ -41,6 +41,7 @@ from hybridtrain.virtual_gpu.facade.savings import LEAST_STATE
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 from hybridtrain.virtual_gpu.facade.virtual_world import virtual_world
+from hybridtrain.virtual_gpu.facade.worst_case import EVALUATION, RESUMING, STEP, WorstCase
 
 _BEFORE = ("torch._dynamo", "bitsandbytes")
 """Modules to import before the replacement: one has tables of torch's functions, the other loads CUDA's libraries if it
@@ -117,6 +118,7 @@ class VirtualGpu:
         cards_per_machine: Ranks per machine, as torchrun's ``--nproc-per-node``.
         link: Link between cards of one machine: nvlink, pcie or a TOML file.
         network: Link between machines.
+        worst: Load the longest rows in every batch, and note the peaks of steps, evaluation, saving and resuming.
 
     Raises:
         ConfigError: The card is not known.
@@ -126,7 +128,7 @@ class VirtualGpu:
     def __init__(
         self, card: Card | str, *, host_memory: float | None = None, steps: int | None = None,
         allocator: AllocatorConfig | None = None, record_history: bool = False, world: int | None = None, rank: int = 0,
-        cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet",
+        cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet", worst: bool = False,
     ) -> None:  # fmt: skip
         self.card = find_card(card)
         self._host_memory = host_memory
@@ -144,6 +146,7 @@ class VirtualGpu:
         self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
         self.was_stopped = False
         """Whether the code was stopped after the number of iterations asked for."""
+        self.ledger.worst = WorstCase() if worst else None
         self.ledger.can_see_growth = steps is None or steps >= NUM_STEPS_OF_GROWTH
         self.steps_done = 0
         """Completed iterations: the fewest steps of any active optimizer."""
@@ -196,6 +199,8 @@ class VirtualGpu:
             ):
                 stack.callback(hook.remove)
             stack.enter_context(mock.patch.object(Optimizer, "__init__", self._noting(Optimizer.__init__)))
+            load = self._resuming(Optimizer.load_state_dict)
+            stack.enter_context(mock.patch.object(Optimizer, "load_state_dict", load))
             self.ledger.after_backward, self.ledger.on_refusal = self._after_backward, self._on_refusal
             stack.enter_context(self.ledger)
             self._open = stack.pop_all()
@@ -220,7 +225,7 @@ class VirtualGpu:
             "card": self.card, "host_memory": self._host_memory, "steps": self._steps, "allocator": self.config,
             "record_history": self._record_history, "world": world.size if self._is_launched else None,
             "rank": world.rank, "cards_per_machine": world.cards_per_machine, "link": world.link,
-            "network": world.network,
+            "network": world.network, "worst": self.ledger.worst is not None,
         }  # fmt: skip
 
     def without_limit(self, *, steps: int) -> "VirtualGpu":
@@ -348,6 +353,7 @@ class VirtualGpu:
         self._open.enter_context(virtual_world(self.world, self.ledger))
 
     def _begin_forward(self) -> None:
+        self.ledger.begin_phase(STEP if torch.is_grad_enabled() else EVALUATION)
         if not torch.is_grad_enabled():
             self.ledger.seen.num_evaluations += 1
         active = self._active()
@@ -387,6 +393,14 @@ class VirtualGpu:
             true_init(optimizer, *args, **kwargs)
 
         return init
+
+    def _resuming(self, true_load: Any) -> Any:
+        @wraps(true_load)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            self.ledger.begin_phase(RESUMING)
+            return true_load(*args, **kwargs)
+
+        return load
 
     def _note(self, optimizer: Optimizer) -> _Turns:
         self._num_unused += optimizer not in self._turns
