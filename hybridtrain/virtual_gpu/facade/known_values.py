@@ -26,6 +26,7 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
 )
 from hybridtrain.virtual_gpu.facade.placeholders import Placeholders
 
+_ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
 _MASKS = frozenset({torch.bool, torch.uint8})
 
@@ -164,6 +165,16 @@ class KnownValues:
         is_of_host = not args[2].is_meta or (holding is not None and holding.place is Place.HOST)
         return is_of_host and mask.shape == args[0].shape[place : place + mask.dim()] and mask.dtype in _MASKS
 
+    def selected(self, func: Op, args: Args) -> Tensor | None:
+        """Return what an op selects by unknown values, as the user states; None for other ops, or nothing stated."""
+        if func is _ATEN.nonzero.default and self._placeholders.assumed.keep is not None:
+            shape = (self._placeholders.kept(func, args[0].numel()), args[0].dim())
+            return torch.empty(shape, dtype=torch.int64, device="meta")
+        if func is _ATEN.masked_select.default and self._placeholders.assumed.keep is not None:
+            count = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()  # type: ignore[no-untyped-call]
+            return torch.empty(self._placeholders.kept(func, count), dtype=args[0].dtype, device="meta")
+        return None
+
     def resolve_masks(self, func: Op, args: Args) -> tuple[Any, ...]:
         """Replace known boolean indices by their positions.
 
@@ -178,9 +189,11 @@ class KnownValues:
                 indices.append(index)
                 continue
             known = self.of(index)
-            if known is None:
-                self._placeholders.refuse(func)
-            indices += map(like, known.nonzero(as_tuple=True))
+            if known is not None:
+                indices += map(like, known.nonzero(as_tuple=True))
+                continue
+            kept = self._placeholders.kept(func, index.numel())
+            indices += (torch.empty(kept, dtype=torch.int64, device="meta") for _ in range(index.dim()))
         return (args[0], indices, *args[2:])
 
     def _fresh(self, tensor: Tensor, holding: VirtualStorage) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.virtual_gpu.account.op_rules import Args, Op
+from hybridtrain.virtual_gpu.facade.assumption import Assumption
 from hybridtrain.virtual_gpu.facade.op_sets import FINITE_ANSWERS
 
 _ATEN = torch.ops.aten
@@ -57,6 +58,8 @@ class Placeholders:
         self._note_refusal = note_refusal
         self._uses: Counter[tuple[str, str, str]] = Counter()
         self._truth = True
+        self.assumed = Assumption()
+        """What the user states."""
 
     def uses(self) -> tuple[PlaceholderUse, ...]:
         """Return all uses, the most frequent first."""
@@ -69,8 +72,24 @@ class Placeholders:
     def number(self, func: Op, dtype: torch.dtype) -> float | bool:
         """Return the placeholder value for one number."""
         value: float | bool = self._truth if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-        self.note(func, f"a number that is read: {value}")
+        if self.assumed.lengths is not None and not (dtype is torch.bool or dtype.is_floating_point):
+            value = self.assumed.lengths
+            self.note(func, f"assumed: lengths={value}")
+        else:
+            self.note(func, f"a number that is read: {value}")
         return value
+
+    def kept(self, func: Op, count: int) -> int:
+        """Return how many of ``count`` elements of unknown value are kept, as the user states.
+
+        Raises:
+            DataDependentError: Nothing is stated.
+        """
+        found = self.assumed.kept(count)
+        if found is None:
+            self.refuse(func)
+        self.note(func, f"assumed: keep={self.assumed.keep:g}")
+        return found
 
     @contextmanager
     def answering(self, *, truth: bool) -> Iterator[None]:
@@ -94,7 +113,8 @@ class Placeholders:
         """Raise ``DataDependentError``: a shape depends on unknown values."""
         text = (
             f"{where_called()}: {func} makes a tensor whose size depends on computed values, which a virtual GPU does "
-            f"not have; sizes may depend on the script's own data (token ids, masks, lengths); use another code path "
+            f"not have; sizes may depend on the script's own data (token ids, masks, lengths); state a "
+            f"rule for masks (--assume keep=0.5), use another code path "
             f"(for experts: grouped or batched matmuls), or skip this line."
         )
         self._note_refusal(text)

@@ -30,6 +30,7 @@ from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, replay_trace
 from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.cards.roofline import estimate_step
+from hybridtrain.virtual_gpu.facade.assumption import Assumption
 from hybridtrain.virtual_gpu.facade.basis import NUM_STEPS_OF_GROWTH, CodeNotes, PlanBasis, find_growth, versions
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.cuda_facade import facade
@@ -118,17 +119,19 @@ class VirtualGpu:
         cards_per_machine: Ranks per machine, as torchrun's ``--nproc-per-node``.
         link: Link between cards of one machine: nvlink, pcie or a TOML file.
         network: Link between machines.
+        assume: Rules for values that are not computed, as ``keep=0.5,lengths=512`` (``Assumption``); None: none.
         worst: Load the longest rows in every batch, and note the peaks of steps, evaluation, saving and resuming.
 
     Raises:
         ConfigError: The card is not known.
-        ValueError: There is no such rank.
+        ValueError: There is no such rank, or no such assumption.
     """
 
     def __init__(
         self, card: Card | str, *, host_memory: float | None = None, steps: int | None = None,
         allocator: AllocatorConfig | None = None, record_history: bool = False, world: int | None = None, rank: int = 0,
         cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet", worst: bool = False,
+        assume: str | None = None,
     ) -> None:  # fmt: skip
         self.card = find_card(card)
         self._host_memory = host_memory
@@ -146,6 +149,9 @@ class VirtualGpu:
         self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
         self.was_stopped = False
         """Whether the code was stopped after the number of iterations asked for."""
+        self._assume = assume
+        if assume is not None:
+            self.ledger.placeholders.assumed = Assumption.parse(assume)
         self.ledger.worst = WorstCase() if worst else None
         self.ledger.can_see_growth = steps is None or steps >= NUM_STEPS_OF_GROWTH
         self.steps_done = 0
@@ -226,6 +232,7 @@ class VirtualGpu:
             "record_history": self._record_history, "world": world.size if self._is_launched else None,
             "rank": world.rank, "cards_per_machine": world.cards_per_machine, "link": world.link,
             "network": world.network, "worst": self.ledger.worst is not None,
+            "assume": self._assume,
         }  # fmt: skip
 
     def without_limit(self, *, steps: int) -> "VirtualGpu":

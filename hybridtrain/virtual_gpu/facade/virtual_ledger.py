@@ -269,6 +269,9 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
                 return map_tensors(results, like)
             if self.values.is_masked_fill(func, args):
                 return args[0] if func._schema.is_mutable else torch.empty_like(args[0])
+            selected = self.values.selected(func, args)
+            if selected is not None:
+                return selected
             args = self.values.resolve_masks(func, args)
         kwargs = without_generator(kwargs)
         is_placed = kwargs.get("device") is not None
