@@ -132,8 +132,6 @@ def virtual(
         rank: Which one.
         link: Between the cards: pcie, nvlink, ethernet, or a .toml file with its figures.
         max: Most card memory that the script may take, as 12GiB: a memory gate for CI.
-        worst: Load the longest rows in every batch; tell the peaks of step, evaluation, saving and resuming, or which of
-            them was not seen.
         worst: Load the longest rows in every batch; tell the peaks of step, evaluation, saving and resuming, or which
             was not seen.
         assume: Rules for sizes that depend on computed values: keep=0.5 (share of elements that an unknown mask
