@@ -109,6 +109,8 @@ def virtual(
     rank: int = 0,
     link: str = "pcie",
     max: str | None = None,  # noqa: A002  the option's name
+    worst: Flag = False,
+    assume: str | None = None,
     explain: Flag = False,
     allocation: Allocation = ALLOCATION,
     common: Common = COMMON,
@@ -130,6 +132,10 @@ def virtual(
         rank: Which one.
         link: Between the cards: pcie, nvlink, ethernet, or a .toml file with its figures.
         max: Most card memory that the script may take, as 12GiB: a memory gate for CI.
+        worst: Load the longest rows in every batch; tell the peaks of step, evaluation, saving and resuming, or which
+            was not seen.
+        assume: Rules for sizes that depend on computed values: keep=0.5 (share of elements that an unknown mask
+            keeps), lengths=512 (an unknown integer that is read). Each use is listed. Default: keep is an error.
         explain: Also print bytes by class and module, each step, and every place where a placeholder value was read.
     """
     from hybridtrain.errors import ConfigError
@@ -144,7 +150,7 @@ def virtual(
     most = None if max is None else parse_size(max, "--max")
     try:
         gpu = VirtualGpu(
-            card, host_memory=memory, steps=steps, world=world, rank=rank, link=link,
+            card, host_memory=memory, steps=steps, world=world, rank=rank, link=link, worst=worst, assume=assume,
             allocator=allocation.config(), record_history=allocation.snapshot is not None,
         )  # fmt: skip
     except ValueError as error:

@@ -113,6 +113,7 @@ class VirtualRun:
             "placeholders": list(map(asdict, self.gpu.placeholders())),
             "without_gradient": list(self.gpu.without_gradient),
             "basis": self.basis.as_mapping(),
+            "worst": None if self.gpu.ledger.worst is None else dict(self.gpu.ledger.worst.rows(run.trace)),
             "whole_run": None if self.whole is None else self.whole.as_mapping(run.card),
         }
 
@@ -133,6 +134,8 @@ class VirtualRun:
             figures.insert(-1, ("by module", sizes_text(_by_list(by_module(run)))))
             speed = f"{format_seconds(run.time.seconds)} per step, bottleneck: {run.time.bound} (estimated)"
             figures.insert(0, ("speed", speed))
+        if self.gpu.ledger.worst is not None:
+            figures += self.gpu.ledger.worst.rows(run.trace).items()
         lines = [
             verdict,
             *(f"  {caveat}" for caveat in self._caveats()),

@@ -60,7 +60,7 @@ class OpRecord:
     """Seconds that a collective occupies the link."""
 
 
-def _placed(record: OpRecord, event: int, stage: Stage, unit: str, waits: tuple[int, ...]) -> OpRecord:
+def placed(record: OpRecord, event: int, stage: Stage, unit: str, waits: tuple[int, ...]) -> OpRecord:
     """Return an op of the compute lane renumbered."""
     return OpRecord(
         record.name, event, stage, unit, record.is_matmul, record.flops, record.bytes_moved, record.dtype,
@@ -379,7 +379,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sizes=tuple(self._sizes[storage:]),
             classes=tuple(self._classes[storage:]),
             events=tuple(places[entry] if entry >= 0 else ~places[~entry] for entry in events),
-            ops=tuple(_placed(done, done.event - event, done.stage, "", ()) for done in ops),
+            ops=tuple(placed(done, done.event - event, done.stage, "", ()) for done in ops),
             results=tuple(
                 Result(places.get(found, -1), tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
                 for found, tensor in zip(given, results, strict=True)
@@ -430,7 +430,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events += [places[entry] if entry >= 0 else ~places[~entry] for entry in piece.events]
         waits, self._joined = tuple(self._joined), []
         for done in piece.ops:
-            self._ops.append(_placed(done, event + done.event, stage, unit, waits))
+            self._ops.append(placed(done, event + done.event, stage, unit, waits))
             waits = ()
         self._last_compute = len(self._ops) - 1
         work.restore(piece.mark)
@@ -542,7 +542,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._known_ops[key] = made
             return made
         waits, self._joined = tuple(self._joined), []
-        return _placed(known, event, self._stage, self._unit, waits)
+        return placed(known, event, self._stage, self._unit, waits)
 
     def _flops(self, func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
         return count_flops(func, args, kwargs, out)

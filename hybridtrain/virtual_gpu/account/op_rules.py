@@ -23,6 +23,16 @@ _ROW_OPS = frozenset({_ATEN.embedding.default, _ATEN.gather.default, _ATEN.nll_l
 MATMUL_OPS = frozenset({_ATEN.mm.default, _ATEN.mm.out, _ATEN.addmm.default, _ATEN.addmm_.default, _ATEN.bmm.default})
 """Ops that allocate cuBLAS's workspace."""
 
+_true_is_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def is_truly_meta(tensor: Tensor) -> bool:
+    """Return torch's own ``Tensor.is_meta``, which scripts on a virtual card see replaced."""
+    if not torch._C._len_torch_function_stack():
+        return _true_is_meta(tensor)
+    with torch._C.DisableTorchFunction():  # a mode, as of a default device, would ask the replacement
+        return _true_is_meta(tensor)
+
 
 def count_flops(func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
     """Return floating point operations by torch's flop counter; 0 except for matmuls and attention."""
@@ -87,7 +97,7 @@ def scratch_bytes(func: Op, args: Sequence[Any]) -> int:
 
 
 OpKey = tuple[Hashable, ...]
-_Answer = Callable[[Args, Kwargs], Any]
+OpAnswer = Callable[[Args, Kwargs], Any]
 """An op's arguments -> its results on the meta device."""
 _NUMBERS = frozenset({float, int})
 _DRAWN = _ATEN.normal_.default
@@ -104,8 +114,12 @@ class MetaCache:
     MOST = 1 << 16
 
     def __init__(self) -> None:
-        self._known: dict[OpKey, _Answer | None] = {}
+        self._known: dict[OpKey, OpAnswer | None] = {}
         """None: an op that cannot be cached."""
+
+    def known(self, key: OpKey) -> OpAnswer | None:
+        """Return what makes the results of an op that was called before; None if it must be called every time."""
+        return self._known.get(key)
 
     def call(self, func: Op, args: Args, kwargs: Kwargs, key: OpKey | None = None) -> Any:
         """Return ``func(*args, **kwargs)``; ``key``: its ``op_key``, if known."""
@@ -176,6 +190,8 @@ class OpTraits:
     """Whether its result's shape may depend on values."""
     is_factory: bool
     """Whether it creates values without tensor inputs; uninitialized and sparse tensors do not count."""
+    has_one_tensor: bool
+    """Whether its first argument is a tensor, and no other one is."""
 
 
 _TRAITS: dict[int, OpTraits] = {}
@@ -200,6 +216,7 @@ def _read_traits(func: Op) -> OpTraits:
         is_factory=not any("Tensor" in kind for _, _, kind, _ in items)
         and any(name == "device" for _, name, _, _ in items)
         and not name.startswith(("empty", "sparse", "_")),
+        has_one_tensor=[i for i, _, kind, _ in items if "Tensor" in kind] == [0] and items[0][2] == "Tensor",
     )
 
 
@@ -222,12 +239,12 @@ def _metadata(args: Args, kwargs: Kwargs) -> list[tuple[object, ...]]:
     ]
 
 
-def _same(place: int | str) -> _Answer:
+def _same(place: int | str) -> OpAnswer:
     """Answer with an operand, by its place or name."""
     return lambda args, kwargs: args[place] if isinstance(place, int) else kwargs[place]
 
 
-def _changed(out: Any, args: Args, kwargs: Kwargs) -> _Answer | None:
+def _changed(out: Any, args: Args, kwargs: Kwargs) -> OpAnswer | None:
     """Return the operand that an op gave back; None when it must be called every time."""
     if out is None:
         return lambda _args, _kwargs: None
@@ -237,14 +254,14 @@ def _changed(out: Any, args: Args, kwargs: Kwargs) -> _Answer | None:
 
 def _part(value: Any) -> Hashable | None:
     if isinstance(value, Tensor):
-        return (value.shape, value.stride(), value.dtype) if value.is_meta else None
+        return (value.shape, value.stride(), value.dtype) if is_truly_meta(value) else None
     if isinstance(value, tuple | list):
         parts = tuple(_part(item) for item in value)
         return None if None in parts else (type(value), parts)
     return (type(value), value)
 
 
-def _describe(out: Any, args: Args) -> _Answer | None:
+def _describe(out: Any, args: Args) -> OpAnswer | None:
     """Return the maker of such results; None when the op must be called every time."""
     tensors = out if isinstance(out, tuple) else (out,)
     if not all(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):

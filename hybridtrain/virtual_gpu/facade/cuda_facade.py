@@ -32,6 +32,7 @@ from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods, as_devi
 from hybridtrain.virtual_gpu.facade.tensor_types import card_types
 from hybridtrain.virtual_gpu.facade.traced_attention import flex_attention
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
+from hybridtrain.virtual_gpu.facade.worst_case import SAVING, WorstCase
 
 _TRUE_DEVICE = torch.device
 _FROM_DATA = ("tensor", "as_tensor", "asarray")
@@ -50,6 +51,7 @@ def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) ->
 
     def note_save() -> None:
         ledger.seen.num_saves += 1
+        ledger.begin_phase(SAVING)
 
     context = _default_context()
     with ExitStack() as stack:
@@ -88,7 +90,7 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
     one_hot = _one_hot(ledger)
     for module in (torch.nn.functional, torch._C._nn):
         yield module, "one_hot", one_hot
-    yield torch.utils.data.DataLoader, "_get_iterator", _load_here
+    yield torch.utils.data.DataLoader, "_get_iterator", lambda loader: _load_here(loader, ledger.worst)
     yield torch.jit._state._enabled, "enabled", False  # torch's own switch (PYTORCH_JIT=0): code stays as it is
     yield torch.compiler, "disable", _disabled
     for name in ("script", "trace"):
@@ -267,13 +269,15 @@ class _LoaderHere(torch.utils.data.dataloader._SingleProcessDataLoaderIter):
         )
 
 
-def _load_here(loader: Any) -> Any:
+def _load_here(loader: Any, worst: WorstCase | None) -> Any:
     """Return the iterator of a loader without workers: what they make could not be sent here, for it has no bytes."""
     workers, timeout, loader.num_workers, loader.timeout = loader.num_workers, loader.timeout, 0, 0
     try:
         made = _LoaderHere(loader)
     finally:
         loader.num_workers, loader.timeout = workers, timeout
+    if worst is not None and made._dataset_kind == torch.utils.data._DatasetKind.Map and made._auto_collation:
+        made._sampler_iter = worst.of_longest(made._sampler_iter, loader.dataset)
     if workers and loader.worker_init_fn is not None:  # as the only worker
         worker = torch.utils.data._utils.worker
         info = worker.WorkerInfo(id=0, num_workers=1, seed=int(made._base_seed), dataset=loader.dataset)

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op, traits_of
+from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op, is_truly_meta, traits_of
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.facade.op_sets import (
     ANY_ALL,
@@ -19,7 +19,6 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     QUESTIONS,
     TAKES_HOST_INDICES,
     is_small,
-    is_truly_meta,
     like,
     made_on_meta,
     map_tensors,
@@ -27,6 +26,7 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
 )
 from hybridtrain.virtual_gpu.facade.placeholders import Placeholders
 
+_ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
 _MASKS = frozenset({torch.bool, torch.uint8})
 
@@ -76,6 +76,15 @@ class KnownValues:
             return None
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(holding.values, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def are_known(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether the values of all tensors are known."""
+        held = self._held
+        for tensor in tensors:
+            holding = held.get(tensor.untyped_storage()._cdata)
+            if holding is None or holding.values is None:
+                return False
+        return True
 
     def forget(self, tensor: Tensor) -> None:
         """Mark a tensor's values as unknown."""
@@ -156,6 +165,16 @@ class KnownValues:
         is_of_host = not args[2].is_meta or (holding is not None and holding.place is Place.HOST)
         return is_of_host and mask.shape == args[0].shape[place : place + mask.dim()] and mask.dtype in _MASKS
 
+    def selected(self, func: Op, args: Args) -> Tensor | None:
+        """Return what an op selects by unknown values, as the user states; None for other ops, or nothing stated."""
+        if func is _ATEN.nonzero.default and self._placeholders.assumed.keep is not None:
+            shape = (self._placeholders.kept(func, args[0].numel()), args[0].dim())
+            return torch.empty(shape, dtype=torch.int64, device="meta")
+        if func is _ATEN.masked_select.default and self._placeholders.assumed.keep is not None:
+            count = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()  # type: ignore[no-untyped-call]
+            return torch.empty(self._placeholders.kept(func, count), dtype=args[0].dtype, device="meta")
+        return None
+
     def resolve_masks(self, func: Op, args: Args) -> tuple[Any, ...]:
         """Replace known boolean indices by their positions.
 
@@ -170,9 +189,11 @@ class KnownValues:
                 indices.append(index)
                 continue
             known = self.of(index)
-            if known is None:
-                self._placeholders.refuse(func)
-            indices += map(like, known.nonzero(as_tuple=True))
+            if known is not None:
+                indices += map(like, known.nonzero(as_tuple=True))
+                continue
+            kept = self._placeholders.kept(func, index.numel())
+            indices += (torch.empty(kept, dtype=torch.int64, device="meta") for _ in range(index.dim()))
         return (args[0], indices, *args[2:])
 
     def _fresh(self, tensor: Tensor, holding: VirtualStorage) -> Tensor:

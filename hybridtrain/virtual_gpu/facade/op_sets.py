@@ -13,7 +13,6 @@ from hybridtrain.virtual_gpu.account.op_rules import MATMUL_OPS, Args, Kwargs, O
 
 _ATEN = torch.ops.aten
 META = torch.device("meta")
-_true_is_meta: Callable[[Tensor], bool] = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
 COPIES = frozenset({_ATEN.copy_.default, _ATEN._foreach_copy_.default})
 """Ops that copy between host and card, depending on their arguments."""
 FLOAT8_PRODUCTS = frozenset(
@@ -63,17 +62,23 @@ _REAL_WORK = 2**20
 """Least bytes of real operands from which an op's result is only planned."""
 
 
-def is_truly_meta(tensor: Tensor) -> bool:
-    """Return torch's own ``Tensor.is_meta``, which scripts see replaced."""
-    if not torch._C._len_torch_function_stack():
-        return _true_is_meta(tensor)
-    with torch._C.DisableTorchFunction():  # a mode, as of a default device, would ask the replacement
-        return _true_is_meta(tensor)
-
-
 def is_dynamic(func: Op) -> bool:
     """Return whether the size of an op's result or temporary may depend on values."""
     return traits_of(func).is_dynamic or func in PUTS
+
+
+def has_shapes_alone(func: Op) -> bool:
+    """Return whether shapes of operands decide all that an op does on the card where their values are unknown."""
+    packet = func._overloadpacket
+    return not (
+        func.is_view
+        or is_dynamic(func)
+        or func in ANY_ALL | FILLS | COPIES
+        or packet in QUESTIONS
+        or packet in FINITE_ANSWERS
+        or packet in WORKSPACES
+        or packet is _ATEN.topk
+    )
 
 
 def is_integral(dtype: torch.dtype) -> bool:

@@ -12,15 +12,16 @@ from torch import Tensor
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StepMark, StorageLedger, holders
 from hybridtrain.virtual_gpu.account.observer import Stage
-from hybridtrain.virtual_gpu.account.op_rules import Op
+from hybridtrain.virtual_gpu.account.op_rules import Op, is_truly_meta
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.facade.basis import LedgerNotes
 from hybridtrain.virtual_gpu.facade.known_values import Place, VirtualStorage
-from hybridtrain.virtual_gpu.facade.op_sets import allows_mixed_devices, is_truly_meta
+from hybridtrain.virtual_gpu.facade.op_sets import allows_mixed_devices
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
+from hybridtrain.virtual_gpu.facade.worst_case import WorstCase
 
 _FIRST_STEP_WITH_PLACES = 2
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -41,6 +42,10 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         self.on_refusal: Callable[[], None] = lambda: None
         self.notes_lines = False
         """Whether to note the line of every allocation."""
+        self.can_see_growth = True
+        """Whether the run may be long enough to see growth, which needs the script's lines."""
+        self.worst: WorstCase | None = None
+        """Notes of the worst case; None: not asked for."""
         self.updates = False
         """Whether an optimizer step is running."""
         self.host_bytes = 0
@@ -54,6 +59,11 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         self._target: Place | None = None
 
     # What the facade asks for.
+
+    def begin_phase(self, phase: str) -> None:
+        """Note a phase of the script, if its worst case is asked for."""
+        if self.worst is not None:
+            self.worst.begin(phase, len(self._events))
 
     def place_of(self, tensor: Tensor) -> Place | None:
         """Return the device of a virtual tensor; None for a real one, on the CPU or the script's own meta device."""
@@ -149,12 +159,13 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         place: Place | None = None
         other: Tensor | None = None
         for tensor in operands:
-            holding = self._held.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+            is_meta = is_truly_meta(tensor)
+            holding = self._held.get(tensor.untyped_storage()._cdata) if is_meta else None
             here = None if holding is None else holding.place
             if here is Place.DEVICE:
                 place = here
                 continue
-            if (here is not None or not tensor.is_meta) and tensor.dim():
+            if (here is not None or not is_meta) and tensor.dim():
                 other = tensor
             place = place or here
         if place is Place.DEVICE and other is not None and not allows_mixed_devices(func):
@@ -165,7 +176,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         return place
 
     def _enter_at(self, tensor: Tensor, place: Place) -> None:
-        if not tensor.is_meta:
+        if not is_truly_meta(tensor):
             return
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
@@ -213,7 +224,7 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
             self.seen.refusals.append(f"{where_called()}: {text}")
             raise torch.OutOfMemoryError(text) from None
         index = super()._allocate(size, stage)
-        if len(self._steps) >= _FIRST_STEP_WITH_PLACES:
+        if self.can_see_growth and len(self._steps) >= _FIRST_STEP_WITH_PLACES:
             self.seen.made_at[index] = where_called(in_script=True)
         if self.notes_lines:
             self.seen.allocated_at[index] = where_called()

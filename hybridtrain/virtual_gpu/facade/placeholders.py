@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.virtual_gpu.account.op_rules import Args, Op
+from hybridtrain.virtual_gpu.facade.assumption import Assumption
 from hybridtrain.virtual_gpu.facade.op_sets import FINITE_ANSWERS
 
 _ATEN = torch.ops.aten
@@ -55,6 +58,8 @@ class Placeholders:
         self._note_refusal = note_refusal
         self._uses: Counter[tuple[str, str, str]] = Counter()
         self._truth = True
+        self.assumed = Assumption()
+        """What the user states."""
 
     def uses(self) -> tuple[PlaceholderUse, ...]:
         """Return all uses, the most frequent first."""
@@ -67,8 +72,24 @@ class Placeholders:
     def number(self, func: Op, dtype: torch.dtype) -> float | bool:
         """Return the placeholder value for one number."""
         value: float | bool = self._truth if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-        self.note(func, f"a number that is read: {value}")
+        if self.assumed.lengths is not None and not (dtype is torch.bool or dtype.is_floating_point):
+            value = self.assumed.lengths
+            self.note(func, f"assumed: lengths={value}")
+        else:
+            self.note(func, f"a number that is read: {value}")
         return value
+
+    def kept(self, func: Op, count: int) -> int:
+        """Return how many of ``count`` elements of unknown value are kept, as the user states.
+
+        Raises:
+            DataDependentError: Nothing is stated.
+        """
+        found = self.assumed.kept(count)
+        if found is None:
+            self.refuse(func)
+        self.note(func, f"assumed: keep={self.assumed.keep:g}")
+        return found
 
     @contextmanager
     def answering(self, *, truth: bool) -> Iterator[None]:
@@ -92,7 +113,8 @@ class Placeholders:
         """Raise ``DataDependentError``: a shape depends on unknown values."""
         text = (
             f"{where_called()}: {func} makes a tensor whose size depends on computed values, which a virtual GPU does "
-            f"not have; sizes may depend on the script's own data (token ids, masks, lengths); use another code path "
+            f"not have; sizes may depend on the script's own data (token ids, masks, lengths); state a "
+            f"rule for masks (--assume keep=0.5), use another code path "
             f"(for experts: grouped or batched matmuls), or skip this line."
         )
         self._note_refusal(text)
@@ -112,22 +134,36 @@ class Placeholders:
 def where_called(*, in_script: bool = False) -> str:
     """Return file and line of the innermost frame that is neither torch's nor ours, and ``in_script`` of no package."""
     frame = sys._getframe(1)
-    fallback = ""
+    found = frame
     while frame is not None:
-        path = frame.f_code.co_filename
-        place = f"{path}:{frame.f_lineno}"
-        if not path.startswith(("<", *_NOT_THE_SCRIPT)):
-            if not (in_script and "-packages/" in path):
-                return _shorten(place)
-            fallback = fallback if "-packages/" in fallback else place
-        fallback = fallback or place
+        kind = _kind_of(frame.f_code.co_filename)
+        if kind is _Code.SCRIPT or (kind is _Code.PACKAGE and not in_script):
+            return _shorten(frame.f_code.co_filename, frame.f_lineno)
+        if kind is _Code.PACKAGE and _kind_of(found.f_code.co_filename) is not _Code.PACKAGE:
+            found = frame
         frame = frame.f_back  # type: ignore[assignment]
-    return _shorten(fallback)
+    return _shorten(found.f_code.co_filename, found.f_lineno)
 
 
-def _shorten(place: str) -> str:
+class _Code(Enum):
+    """Whose code a file is."""
+
+    OURS = "ours, torch's or generated"
+    PACKAGE = "an installed package's"
+    SCRIPT = "the script's"
+
+
+@cache
+def _kind_of(path: str) -> _Code:
+    if path.startswith(("<", *_NOT_THE_SCRIPT)):
+        return _Code.OURS
+    return _Code.PACKAGE if "-packages/" in path else _Code.SCRIPT
+
+
+@cache
+def _shorten(path: str, line: int) -> str:
     """Return a place in an installed package without the folder where packages lie."""
     for folder in ("site-packages/", f"{Path.cwd()}/"):
-        if folder in place:
-            return place.split(folder, 1)[1]
-    return place
+        if folder in path:
+            return f"{path.split(folder, 1)[1]}:{line}"
+    return f"{path}:{line}"

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hybridtrain.virtual_gpu.account.op_rules import is_truly_meta
 from hybridtrain.virtual_gpu.facade.cuda_module import CARD
 from hybridtrain.virtual_gpu.facade.known_values import Place
-from hybridtrain.virtual_gpu.facade.op_sets import META, is_truly_meta
+from hybridtrain.virtual_gpu.facade.op_sets import META
 from hybridtrain.virtual_gpu.facade.tensor_types import CardType
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 

@@ -30,16 +30,19 @@ from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, replay_trace
 from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.cards.roofline import estimate_step
-from hybridtrain.virtual_gpu.facade.basis import CodeNotes, PlanBasis, find_growth, versions
+from hybridtrain.virtual_gpu.facade.assumption import Assumption
+from hybridtrain.virtual_gpu.facade.basis import NUM_STEPS_OF_GROWTH, CodeNotes, PlanBasis, find_growth, versions
 from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.cuda_facade import facade
 from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
+from hybridtrain.virtual_gpu.facade.generation import generation
 from hybridtrain.virtual_gpu.facade.launchers import launchers
 from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse, where_called
 from hybridtrain.virtual_gpu.facade.savings import LEAST_STATE
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 from hybridtrain.virtual_gpu.facade.virtual_world import virtual_world
+from hybridtrain.virtual_gpu.facade.worst_case import EVALUATION, RESUMING, STEP, WorstCase
 
 _BEFORE = ("torch._dynamo", "bitsandbytes")
 """Modules to import before the replacement: one has tables of torch's functions, the other loads CUDA's libraries if it
@@ -116,16 +119,19 @@ class VirtualGpu:
         cards_per_machine: Ranks per machine, as torchrun's ``--nproc-per-node``.
         link: Link between cards of one machine: nvlink, pcie or a TOML file.
         network: Link between machines.
+        assume: Rules for values that are not computed, as ``keep=0.5,lengths=512`` (``Assumption``); None: none.
+        worst: Load the longest rows in every batch, and note the peaks of steps, evaluation, saving and resuming.
 
     Raises:
         ConfigError: The card is not known.
-        ValueError: There is no such rank.
+        ValueError: There is no such rank, or no such assumption.
     """
 
     def __init__(
         self, card: Card | str, *, host_memory: float | None = None, steps: int | None = None,
         allocator: AllocatorConfig | None = None, record_history: bool = False, world: int | None = None, rank: int = 0,
-        cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet",
+        cards_per_machine: int = 8, link: str = "pcie", network: str = "ethernet", worst: bool = False,
+        assume: str | None = None,
     ) -> None:  # fmt: skip
         self.card = find_card(card)
         self._host_memory = host_memory
@@ -143,6 +149,11 @@ class VirtualGpu:
         self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
         self.was_stopped = False
         """Whether the code was stopped after the number of iterations asked for."""
+        self._assume = assume
+        if assume is not None:
+            self.ledger.placeholders.assumed = Assumption.parse(assume)
+        self.ledger.worst = WorstCase() if worst else None
+        self.ledger.can_see_growth = steps is None or steps >= NUM_STEPS_OF_GROWTH
         self.steps_done = 0
         """Completed iterations: the fewest steps of any active optimizer."""
         self.without_gradient: tuple[str, ...] = ()
@@ -181,6 +192,7 @@ class VirtualGpu:
         with ExitStack() as stack:
             autocast = stack.enter_context(cuda_paths(self.ledger))
             stack.enter_context(facade(self.ledger, self._methods, autocast))
+            stack.enter_context(generation(self.ledger))
             if self._is_launched:
                 stack.enter_context(virtual_world(self.world, self.ledger))
             for owner, name, value in (*launchers(self._enter_world), *self._late_worlds()):
@@ -193,6 +205,8 @@ class VirtualGpu:
             ):
                 stack.callback(hook.remove)
             stack.enter_context(mock.patch.object(Optimizer, "__init__", self._noting(Optimizer.__init__)))
+            load = self._resuming(Optimizer.load_state_dict)
+            stack.enter_context(mock.patch.object(Optimizer, "load_state_dict", load))
             self.ledger.after_backward, self.ledger.on_refusal = self._after_backward, self._on_refusal
             stack.enter_context(self.ledger)
             self._open = stack.pop_all()
@@ -217,7 +231,8 @@ class VirtualGpu:
             "card": self.card, "host_memory": self._host_memory, "steps": self._steps, "allocator": self.config,
             "record_history": self._record_history, "world": world.size if self._is_launched else None,
             "rank": world.rank, "cards_per_machine": world.cards_per_machine, "link": world.link,
-            "network": world.network,
+            "network": world.network, "worst": self.ledger.worst is not None,
+            "assume": self._assume,
         }  # fmt: skip
 
     def without_limit(self, *, steps: int) -> "VirtualGpu":
@@ -345,6 +360,7 @@ class VirtualGpu:
         self._open.enter_context(virtual_world(self.world, self.ledger))
 
     def _begin_forward(self) -> None:
+        self.ledger.begin_phase(STEP if torch.is_grad_enabled() else EVALUATION)
         if not torch.is_grad_enabled():
             self.ledger.seen.num_evaluations += 1
         active = self._active()
@@ -384,6 +400,14 @@ class VirtualGpu:
             true_init(optimizer, *args, **kwargs)
 
         return init
+
+    def _resuming(self, true_load: Any) -> Any:
+        @wraps(true_load)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            self.ledger.begin_phase(RESUMING)
+            return true_load(*args, **kwargs)
+
+        return load
 
     def _note(self, optimizer: Optimizer) -> _Turns:
         self._num_unused += optimizer not in self._turns

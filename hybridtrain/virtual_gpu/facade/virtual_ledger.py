@@ -7,13 +7,13 @@ A meta tensor has a shape but no bytes. Here its storage also has a device, host
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.ledger import OpRecord
+from hybridtrain.virtual_gpu.account.ledger import OpRecord, placed
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.account.op_rules import (
     MATMUL_OPS,
@@ -21,8 +21,13 @@ from hybridtrain.virtual_gpu.account.op_rules import (
     Kwargs,
     MetaCache,
     Op,
+    OpAnswer,
+    OpKey,
     count_bytes,
+    is_truly_meta,
+    op_key,
     tensors_in,
+    traits_of,
     written_tensors,
 )
 from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
@@ -34,9 +39,11 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     META,
     WORKSPACES,
     accumulated,
+    has_shapes_alone,
     is_dynamic,
     is_made_on_cpu,
     is_real_tensor,
+    is_small,
     like,
     made_otherwise,
     makes_large_known_shape,
@@ -62,6 +69,16 @@ _HOST_WORK = 2**20
 """Least bytes of host arithmetic that appears in the timeline."""
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownOp:
+    """An op whose operands' shapes decide all that it does on the card."""
+
+    answer: OpAnswer
+    record: OpRecord
+    are_small: bool
+    """Whether the values of its operands may be known: then they decide, too."""
+
+
 class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
     """Runs PyTorch code on a virtual card: a ``StorageLedger`` with the card's out-of-memory errors."""
 
@@ -76,6 +93,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         self.most_real_bytes = 2**28
         """Limit of real memory for large results on the host, in bytes."""
         self._real_bytes = 0
+        self._plain_ops: dict[OpKey, _KnownOp] = {}
         self.card_index = 0
         """Index of the card among ``num_cards`` of the machine."""
         self.num_cards = 1
@@ -104,12 +122,13 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Op, types: Sequence[Any], args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Run an op on meta tensors, give its results a place, count them, keep what is known of their values."""
-        if any(
-            kind.__torch_dispatch__ is not _PLAIN for kind in types
-        ):  # a subclass takes itself apart; its parts come back here
-            return NotImplemented
+        for kind in types:
+            if kind.__torch_dispatch__ is not _PLAIN:  # a subclass takes itself apart; its parts come back here
+                return NotImplemented
         outer, self.is_inside = self.is_inside, True
         try:
+            if func.is_view and self._is_simple_view(func, args, kwargs):
+                return func(*args)
             kwargs = kwargs or {}
             operands = list(tensors_in([*args, *kwargs.values()]))
             run = self._run_sparse if touches_sparse(func, operands) else self._run
@@ -120,6 +139,18 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             raise self.unplanned(f"{func}: torch {torch.__version__} has no meta rule for this op") from error
         finally:
             self.is_inside = outer
+
+    def _is_simple_view(self, func: Op, args: Args, kwargs: Kwargs | None) -> bool:
+        """Return whether a view changes nothing here: of one virtual tensor, outside of a backward pass."""
+        if self._stage_now() is not self._stage or self._stage is Stage.BACKWARD:
+            return False
+        if kwargs or self._target is not None or self._are_collectives_due or not traits_of(func).has_one_tensor:
+            return False
+        tensor = args[0]
+        if not is_truly_meta(tensor) or tensor.layout is not torch.strided:
+            return False
+        holding = self._held.get(tensor.untyped_storage()._cdata)
+        return holding is not None and holding.size >= tensor.untyped_storage().nbytes()
 
     def unplanned(self, what: str) -> UnplannedOpError:
         """Return an error, noted here, as a script may catch what a card would not raise."""
@@ -162,6 +193,12 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor],
         place: Place, target: Place | None
     ) -> Any:  # fmt: skip
+        key = None
+        if place is Place.DEVICE and target is None and not self.stream and self.links is None:
+            key = op_key(func, args, kwargs)
+            known = None if key is None else self._plain_ops.get(key)
+            if known is not None and not (known.are_small and self.values.are_known(operands)):
+                return self._repeat_op(known, func, args, kwargs)
         if func in FLOAT8_PRODUCTS and place is Place.DEVICE and not self.card.has_float8_tensor_cores:
             raise RuntimeError(
                 f"{func}: float8 products need compute capability 8.9; {self.card.name} has "
@@ -176,6 +213,29 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         out = self._call(func, args, kwargs, results)
         self._book(func, args, kwargs, out, place, target)
         self.values.keep(func, out, written, results)
+        if key is not None and results is None and has_shapes_alone(func) and not self._scratch_bytes(func, args):
+            answer = self._meta_cache.known(key)
+            if answer is not None:
+                if len(self._plain_ops) >= MetaCache.MOST:
+                    self._plain_ops.clear()
+                self._plain_ops[key] = _KnownOp(answer, self._ops[-1], all(map(is_small, operands)))
+        return out
+
+    def _repeat_op(self, known: _KnownOp, func: Op, args: Args, kwargs: Kwargs) -> Any:
+        """Do what ``_perform`` did for operands of the same shapes."""
+        if known.record.is_matmul:
+            self._take_workspace()
+        written = written_tensors(func, args, kwargs) if func._schema.is_mutable else ()
+        for tensor in written:  # a storage that Python copied is first seen here
+            self._enter_at(tensor, Place.DEVICE)
+            self.values.forget(tensor)
+        event = len(self._events)
+        out = known.answer(args, kwargs)
+        for tensor in (out,) if isinstance(out, Tensor) else tensors_in([out]):
+            self._enter_at(tensor, Place.DEVICE)
+        waits, self._joined = tuple(self._joined), []
+        self._last_compute = len(self._ops)
+        self._ops.append(placed(known.record, event, self._stage, self._unit, waits))
         return out
 
     def _compute_real(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
@@ -209,6 +269,9 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
                 return map_tensors(results, like)
             if self.values.is_masked_fill(func, args):
                 return args[0] if func._schema.is_mutable else torch.empty_like(args[0])
+            selected = self.values.selected(func, args)
+            if selected is not None:
+                return selected
             args = self.values.resolve_masks(func, args)
         kwargs = without_generator(kwargs)
         is_placed = kwargs.get("device") is not None
@@ -314,6 +377,16 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
     def _append_compute(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> None:
         self._last_compute = len(self._ops)
         self._ops.append(self._op_record(func, args, kwargs, out, event))
+
+    @property
+    def num_ops(self) -> int:
+        """Ops so far."""
+        return len(self._ops)
+
+    def repeat_ops(self, ops: range, times: int) -> None:
+        """Count the time of earlier ops again: of work that is not run, as it takes as long."""
+        event = len(self._events)
+        self._ops += [replace(self._ops[number], event=event, waits=()) for number in ops] * times
 
     def last_op(self, stream: int) -> int:
         """Return the last op of a stream, -1 before the first."""
