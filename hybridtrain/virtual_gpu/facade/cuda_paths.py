@@ -97,7 +97,31 @@ def _rms_norm(
     return torch.empty_like(input, memory_format=torch.contiguous_format), input.new_empty(rows, dtype=dtype)
 
 
+def _channel_sums(count: int) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a kernel that makes ``count`` numbers of each channel, fp32 of halves (cuda/Normalization.cuh)."""
+
+    def kernel(input: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, ...]:  # noqa: A002  torch's name
+        dtype = torch.float32 if input.dtype in _HALVES else input.dtype
+        return tuple(input.new_empty(input.shape[1], dtype=dtype) for _ in range(count))
+
+    return kernel
+
+
+def _backward_sums(
+    gradient: Tensor, _input: Tensor, mean: Tensor, _invstd: Tensor, weight: Tensor | None, *masks: bool
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return two sums of each channel, and the gradients of weight and bias where they are asked for."""
+    like = mean if weight is None else weight
+    sums = [torch.empty_like(mean) if masks[0] else None for _ in range(2)]
+    return *sums, *(gradient.new_empty(mean.shape, dtype=like.dtype) if asked else None for asked in masks[1:])
+
+
 _CUDA_KERNELS: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": _channel_sums(2),
+    "batch_norm_gather_stats_with_counts": _channel_sums(2),
+    "batch_norm_elemt": lambda input, *_args: torch.empty_like(input),
+    "batch_norm_backward_reduce": _backward_sums,
+    "batch_norm_backward_elemt": lambda _gradient, input, *_args: torch.empty_like(input),
     "_fused_rms_norm": _rms_norm,
     "mish_backward": lambda gradient, _input: torch.empty_like(gradient),
     "_fused_sgd_": lambda *_args, **_kwargs: None,
