@@ -151,7 +151,7 @@ def _of_all_ranks(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a synchronized norm that, as in a captured graph, does not look for ranks without samples."""
 
     def run(*args: Any) -> Any:
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
             return forward(*args)
 
     return run

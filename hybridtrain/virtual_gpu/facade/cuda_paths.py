@@ -119,9 +119,9 @@ def _backward_sums(
 _CUDA_KERNELS: dict[str, Callable[..., Any]] = {
     "batch_norm_stats": _channel_sums(2),
     "batch_norm_gather_stats_with_counts": _channel_sums(2),
-    "batch_norm_elemt": lambda input, *_args: torch.empty_like(input),
+    "batch_norm_elemt": lambda x, *_args: torch.empty_like(x),
     "batch_norm_backward_reduce": _backward_sums,
-    "batch_norm_backward_elemt": lambda _gradient, input, *_args: torch.empty_like(input),
+    "batch_norm_backward_elemt": lambda _gradient, x, *_args: torch.empty_like(x),
     "_fused_rms_norm": _rms_norm,
     "mish_backward": lambda gradient, _input: torch.empty_like(gradient),
     "_fused_sgd_": lambda *_args, **_kwargs: None,
