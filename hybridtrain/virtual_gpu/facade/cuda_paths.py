@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.virtual_gpu.account.op_rules import Args, Op, register_scratch, tensors_in
+from hybridtrain.virtual_gpu.facade.convolutions import workspace_rules
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
@@ -73,6 +74,7 @@ def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
         ledger.scratch_rules[_ATEN._scaled_dot_product_efficient_attention_backward.default] = (
             chooser.efficient_backward
         )
+        ledger.scratch_rules.update(workspace_rules(chooser.capability))
         for rule, names in autocast.rules():
             for name in names:
                 op = _overload(name)
@@ -243,7 +245,7 @@ class _AttentionChoice:
     def __init__(self, ledger: VirtualLedger) -> None:
         self._ledger = ledger
         major, minor = ledger.card.compute_capability.split(".")
-        self._capability = 10 * int(major) + int(minor)
+        self.capability = 10 * int(major) + int(minor)
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         call = _Attention(*args, **kwargs)
@@ -264,11 +266,11 @@ class _AttentionChoice:
     def _can_flash(self, call: _Attention) -> bool:
         query, key, value = call[:3]
         width = query.shape[-1]
-        consumer = 86 <= self._capability <= 89
+        consumer = 86 <= self.capability <= 89
         too_wide = width > 256 or (consumer and call.needs_grad and width > 192 and (width > 224 or call.dropout_p > 0))
         return (
             torch.backends.cuda.flash_sdp_enabled()
-            and self._capability >= 80
+            and self.capability >= 80
             and call.attn_mask is None
             and call.is_uniform
             and query.dtype in _HALVES
@@ -281,11 +283,11 @@ class _AttentionChoice:
 
     def _can_be_efficient(self, call: _Attention) -> bool:
         query, key, value, mask = call[:4]
-        aligned = 16 // query.element_size() if self._capability >= 80 or query.dtype in _HALVES else 1
+        aligned = 16 // query.element_size() if self.capability >= 80 or query.dtype in _HALVES else 1
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and call.is_uniform
-            and query.dtype in (_EFFICIENT if self._capability >= 80 else _EFFICIENT - {torch.bfloat16})
+            and query.dtype in (_EFFICIENT if self.capability >= 80 else _EFFICIENT - {torch.bfloat16})
             and query.shape[-1] % aligned == value.shape[-1] % aligned == 0
             and query.shape[-3] == key.shape[-3] == value.shape[-3]
             and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
@@ -302,8 +304,8 @@ class _AttentionChoice:
         query, key, value = args[1:4]
         batch, heads, rows, width = query.shape
         columns, rows_of_sums = key.shape[-2], int(4 * batch * heads * rows)
-        is_half, is_large = query.dtype in _HALVES, self._capability in {80, 90, 100, 103}
-        has_96 = self._capability >= 80 and not args[9]
+        is_half, is_large = query.dtype in _HALVES, self.capability in {80, 90, 100, 103}
+        has_96 = self.capability >= 80 and not args[9]
         in_registers = width <= 64 or (width <= 128 and is_large) or (width <= 96 and has_96)
         block_rows = 128 if width > 64 and (is_large or in_registers) else 64
         block_columns = 128 if is_half and 64 < width <= 128 and is_large else 64
