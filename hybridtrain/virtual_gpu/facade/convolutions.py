@@ -31,25 +31,31 @@ def workspace_rules(capability: int) -> dict[Op, Callable[[Args], int]]:
         x, weight, _, stride, padding, dilation, is_transposed, extra, groups = args
         spatial = _spatial(x, weight, stride, padding, dilation, extra if is_transposed else None)
         channels = weight.shape[1] * groups if is_transposed else weight.shape[0]
-        return _workspace(x, weight, [x.shape[0], channels, *spatial], groups, capability)
+        if _has_tensor_cores(x.dtype, capability):
+            return _copies(x, weight, [x.shape[0], channels, *spatial], groups, capability)
+        return _winograd(weight, stride, dilation, groups)
 
     def backward(args: Args) -> int:
-        gradient, x, weight = args[:3]
-        return _workspace(x, weight, gradient.shape, args[9], capability)
+        gradient, x, weight, _, stride, _, dilation, _, _, groups, asked = args
+        if _has_tensor_cores(x.dtype, capability):
+            return _copies(x, weight, gradient.shape, groups, capability)
+        return _winograd(weight, stride, dilation, groups) if asked[0] else 0
 
     return {_ATEN.convolution.default: forward, _ATEN.convolution_backward.default: backward}
 
 
-def _workspace(x: Tensor, weight: Tensor, out: Sequence[int], groups: int, capability: int) -> int:
-    is_half = x.dtype in _HALVES
-    reads_last = is_half and capability >= (80 if x.dtype is torch.bfloat16 else 70)
-    if x.dtype is torch.float32:
-        reads_last = capability >= 80 and torch.backends.cudnn.conv.fp32_precision != "none"
+def _has_tensor_cores(dtype: torch.dtype, capability: int) -> bool:
+    if dtype is torch.float32:
+        return capability >= 80 and torch.backends.cudnn.conv.fp32_precision != "none"
+    return dtype in _HALVES and capability >= (80 if dtype is torch.bfloat16 else 70)
+
+
+def _copies(x: Tensor, weight: Tensor, out: Sequence[int], groups: int, capability: int) -> int:
     is_depthwise = groups > 1 and weight.shape[1] == 1  # a kernel of torch's own
-    if not reads_last or is_depthwise or not torch.backends.cudnn.enabled:
+    if is_depthwise or not torch.backends.cudnn.enabled:
         return 0
     is_last = any(torch._prims_common.suggest_memory_format(one) in _LAST for one in (x, weight) if one.dim() > 3)
-    as_they_are = is_last and (is_half or capability >= 90)
+    as_they_are = is_last and (x.dtype in _HALVES or capability >= 90)
     aligned = _ALIGNED_BYTES // x.element_size()
     needed = 0
     for shape, dims in ((x.shape, (1,)), (weight.shape, (0, 1)), (out, (1,))):
@@ -58,6 +64,12 @@ def _workspace(x: Tensor, weight: Tensor, out: Sequence[int], groups: int, capab
         if not is_read or padded != [*shape]:
             needed += prod(padded) * x.element_size()
     return needed
+
+
+def _winograd(weight: Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int) -> int:
+    is_plain = [*weight.shape[2:]] == [3, 3] and groups == 1 and {*stride, *dilation} == {1}
+    is_wide = weight.dtype is torch.float32 and torch.backends.cudnn.enabled
+    return 25 * weight.nbytes // 9 if is_plain and is_wide else 0
 
 
 def _spatial(

@@ -177,6 +177,7 @@ class Segmenter(nn.Module):
         size = samples.shape[-2:]
         main = functional.interpolate(self.main(fourth), size=size, mode="bilinear", align_corners=False)
         helper = functional.interpolate(self.helper(third), size=size, mode="bilinear", align_corners=False)
+        self.outputs = [main, helper]  # the loop that is played holds them until the next step's are there
         criterion = functional.cross_entropy
         loss: Tensor = criterion(main, labels, ignore_index=255) + 0.5 * criterion(helper, labels, ignore_index=255)
         return loss
