@@ -5,6 +5,7 @@ Composite ops choose by device: attention, autocast, and dropout (in ``cuda_faca
 they choose for virtual tensors as on CUDA. Each rule names its source in torch 2.13.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor
 from hybridtrain.virtual_gpu.account.op_rules import Args, Op, register_scratch, tensors_in
 from hybridtrain.virtual_gpu.facade.convolutions import workspace_rules
 from hybridtrain.virtual_gpu.facade.known_values import Place
+from hybridtrain.virtual_gpu.facade.placeholders import where_called
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _ATEN = torch.ops.aten
@@ -80,11 +82,57 @@ def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
                 op = _overload(name)
                 if op is not None:
                     paths.impl(name, rule(op), "AutocastPrivateUse1")
-        yield autocast
+        with _eight_bit_products(ledger):
+            yield autocast
     finally:
         autocast.enable(is_enabled=False)
         paths._destroy()
         fallback._destroy()
+
+
+@contextmanager
+def _eight_bit_products(ledger: VirtualLedger) -> Iterator[None]:
+    """Plan bitsandbytes' LLM.int8 (bitsandbytes/backends/cuda/ops.py): its columns of outliers depend on values.
+
+    None are counted. Scratch: magnitudes and a mask of what is quantized; the product in int32.
+    """
+    if "bitsandbytes" not in sys.modules:
+        yield
+        return
+    told = "8-bit products are planned without columns of outliers, which bitsandbytes copies in 16 bits"
+
+    def quantize(values: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
+        outliers = None if threshold == 0.0 else values.new_empty(0, dtype=torch.int64)
+        if outliers is not None:
+            ledger.seen.approximated.setdefault(told, where_called())
+        scales = values.new_empty(values.numel() // values.shape[-1], dtype=torch.float32)
+        return torch.empty_like(values, dtype=torch.int8), scales, outliers
+
+    def multiply(values: Tensor, codes: Tensor, weight: Tensor, *_rest: Any) -> tuple[Tensor, None]:
+        return values.new_empty((*codes.shape[:-1], weight.shape[0])), None
+
+    ops = torch.ops.bitsandbytes
+    ledger.scratch_rules[ops.int8_vectorwise_quant.default] = lambda args: (
+        args[0].numel() * (args[0].element_size() + 1) if args[1:] and args[1] else 0
+    )
+    for op, first in ((ops.int8_scaled_mm.default, 0), (ops.int8_mixed_scaled_mm.default, 1)):
+        ledger.scratch_rules[op] = _int32_product(first)
+    kernels = torch.library.Library("bitsandbytes", "IMPL")
+    assert kernels.m is not None
+    try:
+        kernels.m.impl("int8_vectorwise_quant", "Meta", quantize, False)
+        kernels.m.impl("int8_mixed_scaled_mm", "Meta", multiply, False)
+        yield
+    finally:
+        kernels._destroy()
+
+
+def _int32_product(first: int) -> Callable[[Args], int]:
+    def scratch(args: Args) -> int:
+        codes, weight = args[first : first + 2]
+        return 4 * codes.numel() // codes.shape[-1] * int(weight.shape[0])
+
+    return scratch
 
 
 def _rms_norm(
