@@ -4,9 +4,11 @@ Torch asks cuDNN's heuristics for engines, best first, and gives the first that 
 (aten/src/ATen/native/cudnn/Conv_v8.cpp: ``run_single_conv``, ``try_configs``). Tensor cores read channels last, so a
 contiguous operand is copied. Asked without a card (cuDNN 9.28, heuristic mode A, device properties of an H100, an A100
 and an RTX 4090; 45 convolutions of ResNet, U-Net, a diffusion model, YOLO and clips, in fp16 and fp32, forward and
-both gradients), cuDNN wants for contiguous operands as much as such copies of input, weight and output: the median of
-its workspace over their sum is 1.00; in fp32 an engine without copies is chosen for up to half of them, while small
-operands take up to four times as much. Channels-last halves need none, and so does channels-last fp32 on a Hopper.
+both gradients), cuDNN wants for contiguous operands as much as such copies of input, weight and output: the quartiles
+of its workspace over their sum are 1.00, 1.00 and 1.02. In 74 of 810, most of them fp32, it copies nothing, and small
+operands take up to four times as much. Channels-last halves need no copies, nor does channels-last fp32 on a Hopper.
+Without tensor cores (an RTX 2080 Ti in fp32) a product of 3 x 3 in steps of one is Winograd's: it takes the weight with
+25 values for 9, and nothing for the gradient of the weight.
 """
 
 from collections.abc import Callable, Sequence
