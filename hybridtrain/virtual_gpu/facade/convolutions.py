@@ -11,13 +11,14 @@ Without tensor cores (an RTX 2080 Ti in fp32) a product of 3 x 3 in steps of one
 25 values for 9, and nothing for the gradient of the weight.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.op_rules import Args, Op
+from hybridtrain.virtual_gpu.account.op_rules import Op, ScratchRule
 
 _ATEN = torch.ops.aten
 _HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -26,10 +27,10 @@ _ALIGNED_BYTES = 16
 """Channels of an operand of tensor cores come in so many bytes; others are padded, which takes a copy."""
 
 
-def workspace_rules(capability: int) -> dict[Op, Callable[[Args], int]]:
+def workspace_rules(capability: int) -> dict[Op, ScratchRule]:
     """Return the bytes of workspace by op and arguments, for a card of compute capability ``capability / 10``."""
 
-    def forward(args: Args) -> int:
+    def forward(args: Sequence[Any]) -> int:
         x, weight, _, stride, padding, dilation, is_transposed, extra, groups = args
         spatial = _spatial(x, weight, stride, padding, dilation, extra if is_transposed else None)
         channels = weight.shape[1] * groups if is_transposed else weight.shape[0]
@@ -37,7 +38,7 @@ def workspace_rules(capability: int) -> dict[Op, Callable[[Args], int]]:
             return _copies(x, weight, [x.shape[0], channels, *spatial], groups, capability)
         return _winograd(weight, stride, dilation, groups)
 
-    def backward(args: Args) -> int:
+    def backward(args: Sequence[Any]) -> int:
         gradient, x, weight, _, stride, _, dilation, _, _, groups, asked = args
         if _has_tensor_cores(x.dtype, capability):
             return _copies(x, weight, gradient.shape, groups, capability)
@@ -48,7 +49,8 @@ def workspace_rules(capability: int) -> dict[Op, Callable[[Args], int]]:
 
 def _has_tensor_cores(dtype: torch.dtype, capability: int) -> bool:
     if dtype is torch.float32:
-        return capability >= 80 and torch.backends.cudnn.conv.fp32_precision != "none"
+        cudnn: Any = torch.backends.cudnn
+        return capability >= 80 and bool(cudnn.conv.fp32_precision == "tf32")
     return dtype in _HALVES and capability >= (80 if dtype is torch.bfloat16 else 70)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.op_rules import Args, Op, register_scratch, tensors_in
+from hybridtrain.virtual_gpu.account.op_rules import Args, Op, ScratchRule, register_scratch, tensors_in
 from hybridtrain.virtual_gpu.facade.convolutions import workspace_rules
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
@@ -127,10 +127,10 @@ def _eight_bit_products(ledger: VirtualLedger) -> Iterator[None]:
         kernels._destroy()
 
 
-def _int32_product(first: int) -> Callable[[Args], int]:
-    def scratch(args: Args) -> int:
+def _int32_product(first: int) -> ScratchRule:
+    def scratch(args: Sequence[Any]) -> int:
         codes, weight = args[first : first + 2]
-        return 4 * codes.numel() // codes.shape[-1] * int(weight.shape[0])
+        return int(4 * codes.numel() // codes.shape[-1] * weight.shape[0])
 
     return scratch
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call"
 """Convolutional models as others train them: residual networks of pictures and videos, an FCN, a U-Net.
 
 N samples, F frames, C channels, S pixels of a side. A run is described by its model, batch and picture. Models, losses
@@ -41,8 +42,7 @@ def _train(settings: Mapping[str, Any]) -> None:
         for module in model.modules():
             module.train(not isinstance(module, nn.modules.batchnorm._BatchNorm))
     called = DistributedDataParallel(model, device_ids=[0], broadcast_buffers=False)
-    chosen = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4, "foreach": False}
-    optimizer = torch.optim.SGD(model.parameters(), **chosen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, foreach=False)
     scaler = torch.amp.GradScaler("cuda", enabled=settings["amp"])
     for _ in range(_STEPS):
         samples = torch.randn(settings["input"]).cuda()
@@ -109,7 +109,7 @@ class ResNet(nn.Module):
         self.stem = ConvNorm(
             settings["channels"], 64, [*settings["stem_frames"], 7, 7], [*settings["stem_stride"], 2, 2]
         )
-        pool = nn.MaxPool2d if dims == 2 else nn.MaxPool3d
+        pool: Any = nn.MaxPool2d if dims == 2 else nn.MaxPool3d
         self.pool: nn.Module = pool([1] * frames + [3, 3], [*settings["pool_stride"], 2, 2], [0] * frames + [1, 1])
         self.halves = nn.MaxPool3d((2, 1, 1)) if settings["halves_frames"] else nn.Identity()
         self.stages = nn.ModuleList()
