@@ -96,7 +96,7 @@ def executed(name: str, *, recompute: bool) -> tuple[dict[int, int], int, int]:
 
 
 def planned(name: str, *, recompute: bool) -> tuple[dict[int, int], int, int]:
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(CARD) as gpu, torch.backends.cudnn.flags(enabled=False):  # the CPU takes no workspaces of cuDNN's
         parts = build(name, "cuda", recompute=recompute)
         start = len(gpu.ledger.trace().events)
         train(*parts)

@@ -37,6 +37,8 @@ class CodeNotes:
     """Places where the code requested compilation that are planned as compiled graphs."""
     uncounted: dict[str, str] = field(default_factory=dict)
     """Memory of ops on a card that is not counted, and the place of the first call."""
+    workspace_bytes: int = 0
+    """Largest workspace of a convolution, counted by a rule (convolutions.py): cuDNN may take none."""
     approximated: dict[str, str] = field(default_factory=dict)
     """Deviations of the plan from a card, and their places."""
     inactive_checkpointing: str = ""
@@ -209,7 +211,11 @@ class PlanBasis(CodeNotes):
         if self.compiled:
             code = "compiled code planned as eager" + (" in part" if self.captured else "")
         missing = f"; not counted: {', '.join(self.uncounted)}" if self.uncounted else ""
-        return f"planned with {packages}; {code}; seen: {', '.join(seen)}{missing}"
+        size = format_bytes(self.workspace_bytes)
+        counted = (
+            f"; a convolution's workspace counted as up to {size}, cuDNN may take none" if self.workspace_bytes else ""
+        )
+        return f"planned with {packages}; {code}; seen: {', '.join(seen)}{counted}{missing}"
 
 
 def versions() -> dict[str, str]:

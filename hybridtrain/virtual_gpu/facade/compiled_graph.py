@@ -20,6 +20,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 import torch
+import torch._inductor.inductor_prims  # registers ops that are named below
 from torch import Tensor, fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils import _pytree as pytree

@@ -143,6 +143,18 @@ def _kernels(ledger: VirtualLedger) -> Replaced:
     yield flex, "flex_attention", flex_attention(flex.flex_attention)
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         yield torch._VF, name, _unfused(ledger, name)
+    sync_norm = torch.nn.modules._functions.SyncBatchNorm
+    yield sync_norm, "forward", _of_all_ranks(sync_norm.forward)
+
+
+def _of_all_ranks(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a synchronized norm that, as in a captured graph, does not look for ranks without samples."""
+
+    def run(*args: Any) -> Any:
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            return forward(*args)
+
+    return run
 
 
 def _unfused(ledger: VirtualLedger, name: str) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ Composite ops choose by device: attention, autocast, and dropout (in ``cuda_faca
 they choose for virtual tensors as on CUDA. Each rule names its source in torch 2.13.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.op_rules import Args, Op, register_scratch, tensors_in
+from hybridtrain.virtual_gpu.account.op_rules import Args, Op, ScratchRule, register_scratch, tensors_in
+from hybridtrain.virtual_gpu.facade.convolutions import workspace_rules
 from hybridtrain.virtual_gpu.facade.known_values import Place
+from hybridtrain.virtual_gpu.facade.placeholders import where_called
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 _ATEN = torch.ops.aten
@@ -73,16 +76,63 @@ def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
         ledger.scratch_rules[_ATEN._scaled_dot_product_efficient_attention_backward.default] = (
             chooser.efficient_backward
         )
+        ledger.scratch_rules.update(workspace_rules(chooser.capability))
         for rule, names in autocast.rules():
             for name in names:
                 op = _overload(name)
                 if op is not None:
                     paths.impl(name, rule(op), "AutocastPrivateUse1")
-        yield autocast
+        with _eight_bit_products(ledger):
+            yield autocast
     finally:
         autocast.enable(is_enabled=False)
         paths._destroy()
         fallback._destroy()
+
+
+@contextmanager
+def _eight_bit_products(ledger: VirtualLedger) -> Iterator[None]:
+    """Plan bitsandbytes' LLM.int8 (bitsandbytes/backends/cuda/ops.py): its columns of outliers depend on values.
+
+    None are counted. Scratch: magnitudes and a mask of what is quantized; the product in int32.
+    """
+    if "bitsandbytes" not in sys.modules:
+        yield
+        return
+    told = "8-bit products are planned without columns of outliers, which bitsandbytes copies in 16 bits"
+
+    def quantize(values: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
+        outliers = None if threshold == 0.0 else values.new_empty(0, dtype=torch.int64)
+        if outliers is not None:
+            ledger.seen.approximated.setdefault(told, where_called())
+        scales = values.new_empty(values.numel() // values.shape[-1], dtype=torch.float32)
+        return torch.empty_like(values, dtype=torch.int8), scales, outliers
+
+    def multiply(values: Tensor, codes: Tensor, weight: Tensor, *_rest: Any) -> tuple[Tensor, None]:
+        return values.new_empty((*codes.shape[:-1], weight.shape[0])), None
+
+    ops = torch.ops.bitsandbytes
+    ledger.scratch_rules[ops.int8_vectorwise_quant.default] = lambda args: (
+        args[0].numel() * (args[0].element_size() + 1) if args[1:] and args[1] else 0
+    )
+    for op, first in ((ops.int8_scaled_mm.default, 0), (ops.int8_mixed_scaled_mm.default, 1)):
+        ledger.scratch_rules[op] = _int32_product(first)
+    kernels = torch.library.Library("bitsandbytes", "IMPL")
+    assert kernels.m is not None
+    try:
+        kernels.m.impl("int8_vectorwise_quant", "Meta", quantize, False)
+        kernels.m.impl("int8_mixed_scaled_mm", "Meta", multiply, False)
+        yield
+    finally:
+        kernels._destroy()
+
+
+def _int32_product(first: int) -> ScratchRule:
+    def scratch(args: Sequence[Any]) -> int:
+        codes, weight = args[first : first + 2]
+        return int(4 * codes.numel() // codes.shape[-1] * weight.shape[0])
+
+    return scratch
 
 
 def _rms_norm(
@@ -97,7 +147,31 @@ def _rms_norm(
     return torch.empty_like(input, memory_format=torch.contiguous_format), input.new_empty(rows, dtype=dtype)
 
 
+def _channel_sums(count: int) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a kernel that makes ``count`` numbers of each channel, fp32 of halves (cuda/Normalization.cuh)."""
+
+    def kernel(input: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, ...]:  # noqa: A002  torch's name
+        dtype = torch.float32 if input.dtype in _HALVES else input.dtype
+        return tuple(input.new_empty(input.shape[1], dtype=dtype) for _ in range(count))
+
+    return kernel
+
+
+def _backward_sums(
+    gradient: Tensor, _input: Tensor, mean: Tensor, _invstd: Tensor, weight: Tensor | None, *masks: bool
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return two sums of each channel, and the gradients of weight and bias where they are asked for."""
+    like = mean if weight is None else weight
+    sums = [torch.empty_like(mean) if masks[0] else None for _ in range(2)]
+    return *sums, *(gradient.new_empty(mean.shape, dtype=like.dtype) if asked else None for asked in masks[1:])
+
+
 _CUDA_KERNELS: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": _channel_sums(2),
+    "batch_norm_gather_stats_with_counts": _channel_sums(2),
+    "batch_norm_elemt": lambda x, *_args: torch.empty_like(x),
+    "batch_norm_backward_reduce": _backward_sums,
+    "batch_norm_backward_elemt": lambda _gradient, x, *_args: torch.empty_like(x),
     "_fused_rms_norm": _rms_norm,
     "mish_backward": lambda gradient, _input: torch.empty_like(gradient),
     "_fused_sgd_": lambda *_args, **_kwargs: None,
@@ -219,7 +293,7 @@ class _AttentionChoice:
     def __init__(self, ledger: VirtualLedger) -> None:
         self._ledger = ledger
         major, minor = ledger.card.compute_capability.split(".")
-        self._capability = 10 * int(major) + int(minor)
+        self.capability = 10 * int(major) + int(minor)
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         call = _Attention(*args, **kwargs)
@@ -240,11 +314,11 @@ class _AttentionChoice:
     def _can_flash(self, call: _Attention) -> bool:
         query, key, value = call[:3]
         width = query.shape[-1]
-        consumer = 86 <= self._capability <= 89
+        consumer = 86 <= self.capability <= 89
         too_wide = width > 256 or (consumer and call.needs_grad and width > 192 and (width > 224 or call.dropout_p > 0))
         return (
             torch.backends.cuda.flash_sdp_enabled()
-            and self._capability >= 80
+            and self.capability >= 80
             and call.attn_mask is None
             and call.is_uniform
             and query.dtype in _HALVES
@@ -257,11 +331,11 @@ class _AttentionChoice:
 
     def _can_be_efficient(self, call: _Attention) -> bool:
         query, key, value, mask = call[:4]
-        aligned = 16 // query.element_size() if self._capability >= 80 or query.dtype in _HALVES else 1
+        aligned = 16 // query.element_size() if self.capability >= 80 or query.dtype in _HALVES else 1
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and call.is_uniform
-            and query.dtype in (_EFFICIENT if self._capability >= 80 else _EFFICIENT - {torch.bfloat16})
+            and query.dtype in (_EFFICIENT if self.capability >= 80 else _EFFICIENT - {torch.bfloat16})
             and query.shape[-1] % aligned == value.shape[-1] % aligned == 0
             and query.shape[-3] == key.shape[-3] == value.shape[-3]
             and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
@@ -278,8 +352,8 @@ class _AttentionChoice:
         query, key, value = args[1:4]
         batch, heads, rows, width = query.shape
         columns, rows_of_sums = key.shape[-2], int(4 * batch * heads * rows)
-        is_half, is_large = query.dtype in _HALVES, self._capability in {80, 90, 100, 103}
-        has_96 = self._capability >= 80 and not args[9]
+        is_half, is_large = query.dtype in _HALVES, self.capability in {80, 90, 100, 103}
+        has_96 = self.capability >= 80 and not args[9]
         in_registers = width <= 64 or (width <= 128 and is_large) or (width <= 96 and has_96)
         block_rows = 128 if width > 64 and (is_large or in_registers) else 64
         block_columns = 128 if is_half and 64 < width <= 128 and is_large else 64

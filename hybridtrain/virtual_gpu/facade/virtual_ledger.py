@@ -34,6 +34,7 @@ from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.facade.known_values import KnownValues, Place
 from hybridtrain.virtual_gpu.facade.op_sets import (
+    CONVOLUTIONS,
     COPIES,
     FLOAT8_PRODUCTS,
     META,
@@ -329,13 +330,19 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             if scratch:
                 self._release(self._allocate(scratch, Stage.UPDATE), scratch)
             self._append_op(func, args, kwargs, out, event)
-            library = WORKSPACES.get(func._overloadpacket)
-            if library is not None:
-                self.seen.uncounted.setdefault(library, where_called())
+            self._note_workspace(func, scratch)
         else:
             size = count_bytes(func, args, kwargs, out)
             if size >= _HOST_WORK:
                 self.work(Lane.HOST, size, (self._last_compute,))
+
+    def _note_workspace(self, func: Op, scratch: int) -> None:
+        library = WORKSPACES.get(func._overloadpacket)
+        if func in CONVOLUTIONS:
+            self.seen.workspace_bytes = max(self.seen.workspace_bytes, scratch)
+            library = "workspaces that cudnn.benchmark tries" if torch.backends.cudnn.benchmark else None
+        if library is not None:
+            self.seen.uncounted.setdefault(library, where_called())
 
     def _book_copy(self, func: Op, args: Args, kwargs: Kwargs, out: Any, place: Place) -> None:
         is_copy = func in COPIES

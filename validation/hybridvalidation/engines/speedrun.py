@@ -1,7 +1,8 @@
 """modded-nanogpt's compiled training of GPT-2, December 2024 to May 2025: model, optimizers and loop rewritten here.
 
 T tokens of a card in one sequence, D width, H heads, V vocabulary. A run is described by what its record changed: the
-number of value embeddings, layers without attention, merged projections, float8 in the head, distributed gradients.
+number of value embeddings, layers without attention, merged projections, float8 in the head, distributed gradients;
+and by its size, where it is not GPT-2 small's.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,12 +24,12 @@ from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
 
 _WORLD = 8
 _STEPS = 2
-_LAYERS, _WIDTH, _HEADS = 12, 768, 6
+_SMALL = {"layers": 12, "width": 768, "heads": 6}
 
 
 def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dict[str, float]:
     """Return the largest allocated and reserved bytes of rank 0, over validation and two steps."""
-    settings = {**common, **config}
+    settings = {**_SMALL, **common, **config}
     allocator = AllocatorConfig(expandable_segments=settings["expandable_segments"])
     gpu = VirtualGpu(find_card(card), world=_WORLD, allocator=allocator)
     with suppress(torch.OutOfMemoryError), gpu:
@@ -178,23 +179,24 @@ class Attention(nn.Module):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()
-        self.is_merged = settings["merged_qkv"]
+        self.is_merged, self.heads = settings["merged_qkv"], settings["heads"]
+        width = settings["width"]
         if self.is_merged:
-            self.qkv = nn.Parameter(torch.empty(3, _WIDTH, _WIDTH))
+            self.qkv = nn.Parameter(torch.empty(3, width, width))
         else:
-            self.q, self.k, self.v = (CastedLinear(_WIDTH, _WIDTH) for _ in range(3))
+            self.q, self.k, self.v = (CastedLinear(width, width) for _ in range(3))
         self.mix = nn.Parameter(torch.ones(2))
-        self.rotary = Rotary(_WIDTH // _HEADS, max(settings["tokens"], settings["val_tokens"], 65536))
-        self.out = CastedLinear(_WIDTH, _WIDTH)
+        self.rotary = Rotary(width // self.heads, max(settings["tokens"], settings["val_tokens"], 65536))
+        self.out = CastedLinear(width, width)
 
     def forward(self, x: Tensor, extra: Tensor | None) -> Tensor:
         """Return the layer's addition; x is [1, T, D]."""
         rows = x.shape[:2]
         if self.is_merged:
             joint = functional.linear(x, self.qkv.flatten(end_dim=1).type_as(x))
-            q, k, v = joint.view(*rows, 3 * _HEADS, -1).chunk(3, dim=-2)
+            q, k, v = joint.view(*rows, 3 * self.heads, -1).chunk(3, dim=-2)
         else:
-            q, k, v = (part(x).view(*rows, _HEADS, -1) for part in (self.q, self.k, self.v))
+            q, k, v = (part(x).view(*rows, self.heads, -1) for part in (self.q, self.k, self.v))
         v = self.mix[0] * v if extra is None else self.mix[0] * v + self.mix[1] * extra.view_as(v)
         q, k = self.rotary(norm(q)), self.rotary(norm(k))
         y: Any = attention.flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -208,7 +210,8 @@ class Block(nn.Module):
     def __init__(self, settings: Mapping[str, Any], *, attends: bool) -> None:
         super().__init__()
         self.attention = Attention(settings) if attends else None
-        self.up, self.down = CastedLinear(_WIDTH, 4 * _WIDTH), CastedLinear(4 * _WIDTH, _WIDTH)
+        width = settings["width"]
+        self.up, self.down = CastedLinear(width, 4 * width), CastedLinear(4 * width, width)
         self.mix = nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor, extra: Tensor | None, first: Tensor) -> Tensor:
@@ -227,26 +230,27 @@ class GPT(nn.Module):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()
         self.settings = dict(settings)
-        count, tokens = settings["value_embeds"], settings["vocab_size"]
-        self.embed = nn.Embedding(tokens, _WIDTH)
-        self.values = nn.ModuleList([nn.Embedding(tokens, _WIDTH) for _ in range(count)])
+        count, tokens, width = settings["value_embeds"], settings["vocab_size"], settings["width"]
+        self.embed = nn.Embedding(tokens, width)
+        self.values = nn.ModuleList([nn.Embedding(tokens, width) for _ in range(count)])
         skipped = settings["layer_without_attention"]
-        self.blocks = nn.ModuleList([Block(settings, attends=n != skipped) for n in range(_LAYERS)])
-        self.head = CastedLinear(_WIDTH, 50304)
-        self.skips = nn.Parameter(torch.ones(_LAYERS // 2))
+        self.blocks = nn.ModuleList([Block(settings, attends=n != skipped) for n in range(settings["layers"])])
+        self.head = CastedLinear(width, 50304)
+        self.skips = nn.Parameter(torch.ones(settings["layers"] // 2))
 
     def forward(self, tokens: Tensor, targets: Tensor, _window: Tensor) -> Tensor:
         """Return the loss."""
+        count, half = len(self.blocks), len(self.blocks) // 2
         extras: list[Tensor | None] = [embed(tokens) for embed in self.values]
-        mirrored = extras[::-1] if len(extras) == _LAYERS // 2 else extras
-        extras = [*extras, *[None] * (_LAYERS - 2 * len(extras)), *mirrored]
+        mirrored = extras[::-1] if len(extras) == half else extras
+        extras = [*extras, *[None] * (count - 2 * len(extras)), *mirrored]
         x = first = norm(self.embed(tokens)[None])
         skipped: list[Tensor] = []
         for number, (block, extra) in enumerate(zip(self.blocks, extras, strict=True)):
-            if number >= _LAYERS // 2:
-                x = x + self.skips[number - _LAYERS // 2] * skipped.pop()
+            if number >= half:
+                x = x + self.skips[number - half] * skipped.pop()
             x = block(x, extra, first)
-            if number < _LAYERS // 2:
+            if number < half:
                 skipped.append(x)
         return functional.cross_entropy(self._logits(norm(x)).view(targets.numel(), -1), targets)
 

@@ -64,18 +64,23 @@ def _train(settings: Mapping[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
     shape = settings["batch_size"], settings["model"]["max_seq_len"]
     torch.cuda.reset_peak_memory_stats()
-    losses = []
+    losses: list[Tensor] = []
+    loss_of: Any = torch.compile(_loss) if settings.get("compile_loss") else _loss
     for _ in range(settings["steps"]):
         ids, labels = (torch.zeros(shape, dtype=torch.int64).to("cuda") for _ in range(2))
         optimizer.zero_grad()
         pred = model(ids)
-        loss = functional.cross_entropy(pred.flatten(0, 1).float(), labels.flatten(0, 1))
+        loss = loss_of(pred, labels)
         del pred
         loss.backward()
         norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         norm.full_tensor()
         optimizer.step()
         losses.append(loss)
+
+
+def _loss(pred: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(pred.flatten(0, 1).float(), labels.flatten(0, 1))
 
 
 def _sharded(model: "Transformer", mesh: Any, *, compiles: bool) -> "Transformer":

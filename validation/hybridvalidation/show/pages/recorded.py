@@ -16,10 +16,11 @@ from hybridvalidation.show.results import Results
 _HOW = (
     "Recorded: measured by others on CUDA and published, with code, configuration and versions. Planned: their "
     "libraries ran on a virtual card with the named versions; nothing was computed and no card was there. Loops are "
-    "rewritten from their scripts, and torchtitan's model too; torchtune's recipes run as they are. The protocol of "
-    "each source was written before predicting: what was fitted, on which run, and what counts as an error. Seen: "
-    "figures that were known when what plans them was written or changed; they stand apart above. Errors are of "
-    "predicted runs alone; fitted or omitted runs stand in the tables with their role."
+    "rewritten from their scripts, and so are the models of torchtitan, modded-nanogpt and convolutional networks; "
+    "torchtune's recipes run as they are. The protocol of each source was written before predicting: what was fitted, "
+    "on which run, and what counts as an error. Seen: figures that were known when what plans them was written or "
+    "changed; they stand apart above. Errors are of predicted runs alone; fitted or omitted runs stand in the tables "
+    "with their role."
 )
 _SECONDS = "seconds"
 RESIDENT = "allocated_mean"
