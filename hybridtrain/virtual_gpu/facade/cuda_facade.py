@@ -28,6 +28,7 @@ from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
+from hybridtrain.virtual_gpu.facade.sequence_ops import Replaced, sequence_layers
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods, as_device
 from hybridtrain.virtual_gpu.facade.tensor_types import card_types
 from hybridtrain.virtual_gpu.facade.traced_attention import flex_attention
@@ -39,8 +40,6 @@ _FROM_DATA = ("tensor", "as_tensor", "asarray")
 _NCCL_VERSION = (2, 27, 5)
 """Reported NCCL version; 2.10 can reduce bfloat16."""
 _CUDNN_VERSION = 91002
-Replaced = Iterator[tuple[Any, str, Any]]
-"""(owner, name, replacement)."""
 
 
 @contextmanager
@@ -141,20 +140,10 @@ def _kernels(ledger: VirtualLedger) -> Replaced:
         yield owner, "dropout", dropout
     flex = import_module("torch.nn.attention.flex_attention")
     yield flex, "flex_attention", flex_attention(flex.flex_attention)
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        yield torch._VF, name, _unfused(ledger, name)
-
-
-def _unfused(ledger: VirtualLedger, name: str) -> Callable[..., Any]:
-    function = getattr(torch._VF, name)
-    told = f"{name.partition('_')[0].upper()} planned op by op, while cuDNN uses one kernel that keeps other tensors"
-
-    def run(input: Tensor, *args: Any) -> Any:  # noqa: A002  torch's name
-        if ledger.place_of(input) is Place.DEVICE:
-            ledger.seen.approximated.setdefault(told, where_called())
-        return function(input, *args)
-
-    return run
+    yield from sequence_layers(
+        lambda tensor: ledger.place_of(tensor) is Place.DEVICE,
+        lambda told: ledger.seen.approximated.setdefault(told, where_called()),
+    )
 
 
 def _build_of_cuda(card: Card) -> Replaced:

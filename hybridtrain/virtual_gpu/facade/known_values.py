@@ -25,6 +25,7 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     without_generator,
 )
 from hybridtrain.virtual_gpu.facade.placeholders import Placeholders
+from hybridtrain.virtual_gpu.facade.sequence_ops import PACK
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -195,6 +196,19 @@ class KnownValues:
             kept = self._placeholders.kept(func, index.numel())
             indices += (torch.empty(kept, dtype=torch.int64, device="meta") for _ in range(index.dim()))
         return (args[0], indices, *args[2:])
+
+    def resolve_lengths(self, func: Op, args: Args) -> tuple[Any, ...]:
+        """Replace the lengths of padded sequences by their known values.
+
+        Raises:
+            DataDependentError: They depend on unknown values.
+        """
+        if func is not PACK:
+            return args
+        lengths = self.of(args[1])
+        if lengths is None:
+            self._placeholders.refuse(func)
+        return (args[0], lengths, *args[2:])
 
     def _fresh(self, tensor: Tensor, holding: VirtualStorage) -> Tensor:
         """Return unset memory for the values of a tensor."""
