@@ -2,8 +2,8 @@
 
 An independent check of a plan: torch's own profiler counts what the CPU's allocator gives and takes. The script ends
 when an optimizer begins its step number STEPS + 1. OUT gets peak bytes, and the bytes of parameters, gradients and
-optimizer state found in the optimizers' own tables. ``--as-cpu``: ``.cuda()`` and ``.to()`` of a card mean the CPU.
-``--plain``: without oneDNN, whose recurrent layers keep what no other implementation keeps.
+optimizer state found in the optimizers' own tables. ``--as-cpu``: ``.cuda()``, ``.to()`` of a card and the accelerator
+mean the CPU. ``--plain``: without oneDNN, whose recurrent layers keep what no other implementation keeps.
 """
 
 import json
@@ -33,6 +33,8 @@ def main() -> None:
     num_steps, out, *command = sys.argv[1:]
     option = command.pop(0) if command[0].startswith("--") else ""
     if option == "--as-cpu":
+        torch.accelerator.is_available = lambda: True
+        torch.accelerator.current_accelerator = lambda *_: torch.device("cpu")  # type: ignore[assignment]
         torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
         for kind in (torch.Tensor, torch.nn.Module):
             kind.to = _stays(kind.to)  # type: ignore[method-assign,assignment]
