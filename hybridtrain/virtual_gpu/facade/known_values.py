@@ -18,6 +18,7 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     PUTS,
     QUESTIONS,
     TAKES_HOST_INDICES,
+    is_integral,
     is_small,
     like,
     made_on_meta,
@@ -196,6 +197,20 @@ class KnownValues:
             kept = self._placeholders.kept(func, index.numel())
             indices += (torch.empty(kept, dtype=torch.int64, device="meta") for _ in range(index.dim()))
         return (args[0], indices, *args[2:])
+
+    def on_host(self, func: Op, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host with values: known ones, or ones in place of unknown floating-point values.
+
+        Raises:
+            DataDependentError: Unknown values are whole numbers, as indices.
+        """
+        known = self.of(tensor)
+        if known is None and tensor.untyped_storage()._cdata in self._held:
+            if is_integral(tensor.dtype):
+                self._placeholders.refuse(func)
+            self._placeholders.note(func, "values of a sparse matrix: ones")
+            known = torch.ones(tensor.shape, dtype=tensor.dtype)
+        return tensor if known is None else known
 
     def resolve_lengths(self, func: Op, args: Args) -> tuple[Any, ...]:
         """Replace the lengths of padded sequences by their known values.

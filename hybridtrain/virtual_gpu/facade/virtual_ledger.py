@@ -160,9 +160,13 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         return UnplannedOpError(text)
 
     def _run_sparse(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
-        if any(tensor.is_meta for tensor in operands) or torch.device(kwargs.get("device") or "cpu").type != "cpu":
-            raise self.unplanned(f"{func}: sparse tensors are planned on the host alone, from the script's own data")
-        return func(*args, **kwargs)
+        asks_for_card = torch.device(kwargs.get("device") or "cpu").type == "cuda"
+        if asks_for_card or any(self.place_of(tensor) is Place.DEVICE for tensor in operands):
+            raise self.unplanned(f"{func}: sparse tensors are planned on the host alone")
+        real = {id(tensor): self.values.on_host(func, tensor) for tensor in operands}
+        if kwargs.get("device") is not None and operands:  # what torch took from an operand without bytes
+            kwargs = dict(kwargs) | {"device": next(iter(real.values())).device}
+        return func(*(map_tensors(value, lambda tensor: real[id(tensor)]) for value in args), **kwargs)
 
     def _run(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
         target = self._target if self._target is not None else _asked_for(func, args, kwargs, operands)

@@ -288,3 +288,14 @@ def test_sparse_tensors_of_the_host_are_computed() -> None:
     product = sparse_of_host(600) @ dense
     assert product[:3, 0].tolist() == [1.0, 2.0, 0.0]
     assert product.cuda().is_cuda
+
+
+def test_unknown_values_of_a_sparse_matrix_are_ones(gpu: VirtualGpu) -> None:
+    places = torch.arange(5000)
+    sparse = torch.sparse_coo_tensor(
+        torch.stack([places, places]), torch.ones(5000), (5000, 5000), check_invariants=True
+    )
+    assert (sparse @ torch.ones(5000, 8)).cuda().shape == (5000, 8)
+    assert {use.rule for use in gpu.placeholders()} == {"values of a sparse matrix: ones"}
+    with pytest.raises(NotImplementedError, match="sparse tensors are planned on the host alone"):
+        torch.sparse_coo_tensor(places[None], torch.ones(5000, device="cuda"), check_invariants=False)
