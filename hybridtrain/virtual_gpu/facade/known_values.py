@@ -136,7 +136,7 @@ class KnownValues:
             if known is None:
                 known = self._assume(func, args, tensor)
             if known is None:
-                return self._placeholders.rule(func, args)
+                return self._placeholders.rule(func, args, kwargs)
             values[id(tensor)] = known
         kwargs = without_generator(kwargs)
         if "device" in kwargs:
