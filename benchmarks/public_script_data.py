@@ -299,7 +299,7 @@ def planetoid(root: str) -> None:
 
 def cora(folder: str) -> None:
     """Write Cora as two tables, with its published sizes and edges at random."""
-    Path(folder).mkdir()
+    Path(folder).mkdir(parents=True)
     bits = np.random.default_rng(0).random((2708, 1433)) < 0.0127
     nodes = [f"{n} {' '.join(map(str, row.astype(int)))} class{n % 7}" for n, row in enumerate(bits)]
     Path(folder, "cora.content").write_text("\n".join(nodes))
