@@ -20,10 +20,14 @@ class Done(BaseException):
     """Enough steps."""
 
 
+def _on_cpu(value: Any) -> Any:
+    is_card = type(value) is int or (isinstance(value, str | torch.device) and str(value).startswith("cuda"))
+    return "cpu" if is_card else value
+
+
 def _stays(true_to: Any) -> Any:
-    def to(self: Any, device: Any, *rest: Any, **kwargs: Any) -> Any:
-        is_card = isinstance(device, int) or str(device).startswith("cuda")
-        return true_to(self, "cpu" if is_card else device, *rest, **kwargs)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return true_to(self, *map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
 
     return to
 

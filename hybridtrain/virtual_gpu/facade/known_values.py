@@ -18,7 +18,6 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     PUTS,
     QUESTIONS,
     TAKES_HOST_INDICES,
-    is_integral,
     is_small,
     like,
     made_on_meta,
@@ -30,6 +29,7 @@ from hybridtrain.virtual_gpu.facade.sequence_ops import PACK
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
+_DIMS_OF_PLACES = 2
 _MASKS = frozenset({torch.bool, torch.uint8})
 
 
@@ -199,14 +199,14 @@ class KnownValues:
         return (args[0], indices, *args[2:])
 
     def on_host(self, func: Op, tensor: Tensor) -> Tensor:
-        """Return a tensor of the host with values: known ones, or ones in place of unknown floating-point values.
+        """Return a tensor of the host with values: known ones, or ones in place of unknown values.
 
         Raises:
-            DataDependentError: Unknown values are whole numbers, as indices.
+            DataDependentError: The unknown values are places of a sparse matrix.
         """
         known = self.of(tensor)
         if known is None and tensor.untyped_storage()._cdata in self._held:
-            if is_integral(tensor.dtype):
+            if tensor.dtype is torch.int64 and tensor.dim() == _DIMS_OF_PLACES:
                 self._placeholders.refuse(func)
             self._placeholders.note(func, "values of a sparse matrix: ones")
             known = torch.ones(tensor.shape, dtype=tensor.dtype)
