@@ -38,7 +38,7 @@ def main() -> None:
     option = command.pop(0) if command[0].startswith("--") else ""
     if option == "--as-cpu":
         torch.accelerator.is_available = lambda: True
-        torch.accelerator.current_accelerator = lambda *_: torch.device("cpu")  # type: ignore[assignment]
+        torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")  # type: ignore[assignment]
         torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
         for kind in (torch.Tensor, torch.nn.Module):
             kind.to = _stays(kind.to)  # type: ignore[method-assign,assignment]

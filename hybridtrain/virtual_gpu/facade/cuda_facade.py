@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.virtual_gpu.cards.card import Card
@@ -334,6 +335,7 @@ def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
     return {
         **{name: _without_pins(getattr(torch, name)) for name in makers.difference(_FROM_DATA)},
         **{name: _from_data(getattr(torch, name)) for name in _FROM_DATA},
+        "sparse_coo_tensor": _sparse_of_values(ledger),
         "set_autocast_enabled": set_enabled,
         "set_autocast_gpu_enabled": lambda enabled: set_enabled("cuda", enabled),
         "clear_autocast_cache": clear,
@@ -343,6 +345,19 @@ def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
         "get_default_device": _default_device,
         "get_device_module": lambda *_args: torch.cuda,
     }
+
+
+def _sparse_of_values(ledger: VirtualLedger) -> Callable[..., Tensor]:
+    """Return the maker of sparse matrices that puts its places where the values really are: torch would lose them."""
+    true_make = torch.sparse_coo_tensor
+
+    def make(indices: Any, values: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(values, Tensor) and ledger.place_of(values) is Place.HOST:
+            with _disable_current_modes():
+                values = ledger.values.on_host(torch.ops.aten.sparse_coo_tensor.indices, values)
+        return true_make(indices, values, *args, **kwargs)
+
+    return make
 
 
 def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:
