@@ -232,7 +232,8 @@ def run_child(command: list[str], place: Path, environment: Mapping[str, str], s
         tail = "\n".join(text for text in (said[-1500:] + "\n" + err.read()[-3000:]).splitlines() if text.strip())
     return {
         "code": child.returncode, "seconds": round(used.ru_utime + used.ru_stime, 1), "rss": used.ru_maxrss * 1024,
-        "wall": round(time.monotonic() - begin, 1), "out": said, "limit": limit, "tail": tail.replace(f"{sys.prefix}/", "")[-1500:],
+        "wall": round(time.monotonic() - begin, 1), "out": said, "limit": limit,
+        "tail": tail.replace(f"{sys.prefix}/", "")[-1500:],
     }  # fmt: skip
 
 
