@@ -2,8 +2,8 @@
 
 An independent check of a plan: torch's own profiler counts what the CPU's allocator gives and takes. The script ends
 when an optimizer begins its step number STEPS + 1. OUT gets peak bytes, and the bytes of parameters, gradients and
-optimizer state found in the optimizers' own tables. ``--as-cpu``: ``.cuda()`` and ``.to()`` of a card mean the CPU.
-``--plain``: without oneDNN, whose recurrent layers keep what no other implementation keeps.
+optimizer state found in the optimizers' own tables. ``--as-cpu``: ``.cuda()``, ``.to()`` of a card and the accelerator
+mean the CPU. ``--plain``: without oneDNN, whose recurrent layers keep what no other implementation keeps.
 """
 
 import json
@@ -20,10 +20,14 @@ class Done(BaseException):
     """Enough steps."""
 
 
+def _on_cpu(value: Any) -> Any:
+    is_card = type(value) is int or (isinstance(value, str | torch.device) and str(value).startswith("cuda"))
+    return "cpu" if is_card else value
+
+
 def _stays(true_to: Any) -> Any:
-    def to(self: Any, device: Any, *rest: Any, **kwargs: Any) -> Any:
-        is_card = isinstance(device, int) or str(device).startswith("cuda")
-        return true_to(self, "cpu" if is_card else device, *rest, **kwargs)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return true_to(self, *map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
 
     return to
 
@@ -33,6 +37,8 @@ def main() -> None:
     num_steps, out, *command = sys.argv[1:]
     option = command.pop(0) if command[0].startswith("--") else ""
     if option == "--as-cpu":
+        torch.accelerator.is_available = lambda: True
+        torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")  # type: ignore[assignment]
         torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
         for kind in (torch.Tensor, torch.nn.Module):
             kind.to = _stays(kind.to)  # type: ignore[method-assign,assignment]

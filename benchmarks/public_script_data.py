@@ -299,7 +299,7 @@ def planetoid(root: str) -> None:
 
 def cora(folder: str) -> None:
     """Write Cora as two tables, with its published sizes and edges at random."""
-    Path(folder).mkdir()
+    Path(folder).mkdir(parents=True)
     bits = np.random.default_rng(0).random((2708, 1433)) < 0.0127
     nodes = [f"{n} {' '.join(map(str, row.astype(int)))} class{n % 7}" for n, row in enumerate(bits)]
     Path(folder, "cora.content").write_text("\n".join(nodes))
@@ -349,6 +349,14 @@ def litgpt(folder: str, name: str) -> None:
     config = Config.from_name(name)
     save_config(config, Path(folder))
     torch.save(GPT(config).state_dict(), Path(folder, "lit_model.pth"))
+
+
+def no_tokenizer() -> None:
+    """Write a module in place of tiktoken, which downloads what it knows: text is not read before training ends."""
+    Path("tiktoken.py").write_text(
+        "class Encoding:\n    eot_token = 50256\n\n    def __getattr__(self, name):\n        "
+        "return lambda *_, **__: [0]\n\n\ndef get_encoding(name):\n    return Encoding()\n"
+    )
 
 
 def style_network(root: str) -> None:

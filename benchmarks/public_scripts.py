@@ -94,7 +94,7 @@ def attempt(script: Mapping[str, Any], commit: str, arguments: argparse.Namespac
     line["environment"] = encode(read_environment())
     source = arguments.repositories / script["repository"].replace("/", "+") / "repo"
     place, environment = lay_out(script, commit, source, folder)
-    made = _run([sys.executable, "-c", _prepared(script)], place, environment, 600)
+    made = run_child([sys.executable, "-c", _prepared(script)], place, environment, 600)
     if made["code"]:
         return line | {"said": made["tail"]}
     copy = folder / "copy"
@@ -159,9 +159,9 @@ def planned(script: Mapping[str, Any], place: Path, environment: dict[str, str])
     """Run ``hybridtrain virtual``; return what it said."""
     options = ["virtual", "--card", CARD, "--steps", str(STEPS), "--json", "--"]
     command = [*shlex.split(script.get("launch", "")), *_command(script)]
-    done = _run([sys.executable, "-m", "hybridtrain", *options, *command], place, environment, SECONDS)
+    done = run_child([sys.executable, "-m", "hybridtrain", *options, *command], place, environment, SECONDS)
     line = {key: done[key] for key in ("code", "seconds", "wall", "rss")}
-    answer = _answer(done["out"])
+    answer = answer_of(done["out"])
     if answer is None or "peak_allocated_bytes" not in answer:
         is_clear = answer is not None and answer["error"] != "ScriptError"
         said = done["tail"] if answer is None else f"{answer['error']}: {answer['message']}"
@@ -178,7 +178,8 @@ def planned(script: Mapping[str, Any], place: Path, environment: dict[str, str])
     }  # fmt: skip
 
 
-def _answer(out: str) -> dict[str, Any] | None:
+def answer_of(out: str) -> dict[str, Any] | None:
+    """Return the answer in what ``hybridtrain virtual --json`` printed; None without one."""
     for text in reversed(out.splitlines()):
         if text.startswith("{") and text.endswith("}"):
             try:
@@ -197,11 +198,12 @@ def checked(script: Mapping[str, Any], place: Path, environment: dict[str, str])
     out = place / "cpu-peak.json"
     options = {"as cpu": ["--as-cpu"], "cpu, plain": ["--plain"]}.get(how, [])
     command = [str(HERE / "cpu_peak.py"), str(STEPS), str(out), *options, *_command(script), *shlex.split(further)]
-    done = _run([sys.executable, *command], place, environment, SECONDS)
+    done = run_child([sys.executable, *command], place, environment, SECONDS)
     return json.loads(out.read_text()) if out.is_file() else {"check_failed": done["tail"][-300:]}
 
 
-def _run(command: list[str], place: Path, environment: dict[str, str], seconds: int) -> dict[str, Any]:
+def run_child(command: list[str], place: Path, environment: Mapping[str, str], seconds: int) -> dict[str, Any]:
+    """Run a process, below ``seconds`` of the processor and ``BYTES`` of memory; return what it took and said."""
     begin, rss, limit = time.monotonic(), 0, ""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = subprocess.Popen(
@@ -230,7 +232,8 @@ def _run(command: list[str], place: Path, environment: dict[str, str], seconds: 
         tail = "\n".join(text for text in (said[-1500:] + "\n" + err.read()[-3000:]).splitlines() if text.strip())
     return {
         "code": child.returncode, "seconds": round(used.ru_utime + used.ru_stime, 1), "rss": used.ru_maxrss * 1024,
-        "wall": round(time.monotonic() - begin, 1), "out": said, "tail": tail[-1500:], "limit": limit,
+        "wall": round(time.monotonic() - begin, 1), "out": said, "limit": limit,
+        "tail": tail.replace(f"{sys.prefix}/", "")[-1500:],
     }  # fmt: skip
 
 

@@ -5,20 +5,20 @@ results/virtual-scripts.md; peers pin each other apart, so lines of an earlier r
 is downloaded: checkpoints are saved under the virtual card first, shapes without values.
 """
 
-import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from public_scripts import answer_of, run_child
+
 from hybridtrain.units import to_gib
 
 PAGE = Path(__file__).resolve().parent.parent / "results" / "virtual-scripts.md"
+_MOST_SECONDS = 600
 _SECONDS, _GIB = 15.0, 2.0
 """What a plan of two or three steps should stay below: our own target."""
 _HEADER = f"""\
@@ -148,27 +148,17 @@ def run(package: str, prepare: str, name: str, command: str, folder: Path) -> st
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder)}
     subprocess.run([sys.executable, "-c", prepare], check=True, cwd=folder, env=environment, stdout=sys.stderr)
     (folder / "card.toml").write_text(_CARD)
-    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    program = "import resource, sys\nfrom hybridtrain.cli.main import main\ncode = main()\n"
-    program += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\nraise SystemExit(code)"
     options = ["virtual", "--card", "card.toml", "--json", "--", *command.split()]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *options],
-        capture_output=True, text=True, check=False, cwd=folder, env=environment,
-    )  # fmt: skip
-    wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-    first = f"| {package} {version(package)} | {name} |"
-    if done.returncode:
-        return f"{first} {done.stderr.strip().splitlines()[-1]} | | | | | | | |"
-    *answer_lines, kilobytes = done.stdout.strip().splitlines()
-    answer = json.loads("\n".join(answer_lines))
-    busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    ram = to_gib(int(kilobytes) * 1024)
-    is_met = busy <= _SECONDS and ram <= _GIB
+    done = run_child([sys.executable, "-m", "hybridtrain", *options], folder, environment, _MOST_SECONDS)
+    first, answer = f"| {package} {version(package)} | {name} |", answer_of(done["out"])
+    if done["code"] or answer is None:
+        return f"{first} {done['tail'].splitlines()[-1]} | | | | | | | |"
+    ram = to_gib(done["rss"])
+    is_met = done["seconds"] <= _SECONDS and ram <= _GIB
     missing = f"; {len(answer['without_gradient'])} parameters without gradient" if answer["without_gradient"] else ""
     return (
         f"{first} {answer['params']:,} | {len(answer['steps'])} | {to_gib(answer['peak_allocated_bytes']):.2f} | "
-        f"{to_gib(answer['peak_reserved_bytes']):.2f} | {wall:.1f} | {busy:.1f} | {ram:.2f} | "
+        f"{to_gib(answer['peak_reserved_bytes']):.2f} | {done['wall']:.1f} | {done['seconds']:.1f} | {ram:.2f} | "
         f"{'met' if is_met else 'MISSED'}{missing} |"
     )
 

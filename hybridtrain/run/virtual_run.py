@@ -35,6 +35,10 @@ _PLACES_SHOWN = 3
 _ANY_TRAINING = 10**6
 """Steps: what fills the card later is no leak to speak of, as a loss kept for a plot."""
 _RUNNER = "<frozen runpy>"
+_COMPILES = (
+    "compiles CUDA code, for which there is no toolkit here (CUDA_HOME), and which a virtual card cannot run; choose "
+    "an implementation in PyTorch, as torch_adam in a configuration of DeepSpeed."
+)
 
 
 class ScriptError(HybridTrainError):
@@ -320,6 +324,8 @@ def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
         if refusal is not None:
             raise refusal from error
         if not isinstance(error, SystemExit):
+            if any(isinstance(cause, OSError) and "CUDA_HOME" in str(cause) for cause in reasons(error)):
+                raise ConfigError("virtual", [f"{name}: {_COMPILES}"]) from error
             raise ScriptError(name, error) from error
         if error.code not in {None, 0}:
             told = "".join(f" {text}" for text in gpu.ledger.seen.refusals[-1:])

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.virtual_gpu.cards.card import Card
@@ -28,6 +30,7 @@ from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
+from hybridtrain.virtual_gpu.facade.sequence_ops import Replaced, sequence_layers
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods, as_device
 from hybridtrain.virtual_gpu.facade.tensor_types import card_types
 from hybridtrain.virtual_gpu.facade.traced_attention import flex_attention
@@ -39,8 +42,6 @@ _FROM_DATA = ("tensor", "as_tensor", "asarray")
 _NCCL_VERSION = (2, 27, 5)
 """Reported NCCL version; 2.10 can reduce bfloat16."""
 _CUDNN_VERSION = 91002
-Replaced = Iterator[tuple[Any, str, Any]]
-"""(owner, name, replacement)."""
 
 
 @contextmanager
@@ -141,8 +142,10 @@ def _kernels(ledger: VirtualLedger) -> Replaced:
         yield owner, "dropout", dropout
     flex = import_module("torch.nn.attention.flex_attention")
     yield flex, "flex_attention", flex_attention(flex.flex_attention)
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        yield torch._VF, name, _unfused(ledger, name)
+    yield from sequence_layers(
+        lambda tensor: ledger.place_of(tensor) is Place.DEVICE,
+        lambda told: ledger.seen.approximated.setdefault(told, where_called()),
+    )
     sync_norm = torch.nn.modules._functions.SyncBatchNorm
     yield sync_norm, "forward", _of_all_ranks(sync_norm.forward)
 
@@ -153,18 +156,6 @@ def _of_all_ranks(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
             return forward(*args)
-
-    return run
-
-
-def _unfused(ledger: VirtualLedger, name: str) -> Callable[..., Any]:
-    function = getattr(torch._VF, name)
-    told = f"{name.partition('_')[0].upper()} planned op by op, while cuDNN uses one kernel that keeps other tensors"
-
-    def run(input: Tensor, *args: Any) -> Any:  # noqa: A002  torch's name
-        if ledger.place_of(input) is Place.DEVICE:
-            ledger.seen.approximated.setdefault(told, where_called())
-        return function(input, *args)
 
     return run
 
@@ -209,6 +200,9 @@ def _get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = No
 def _noted(ledger: VirtualLedger, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") == "torch.utils.tensorboard._pytorch_graph":
+            obj(*args[0]) if isinstance(args[0], tuple) else obj(args[0])  # a trace does
+            return SimpleNamespace(graph=torch._C.Graph(), named_modules=obj.named_modules)
         if not (getattr(obj, "__module__", None) or "").startswith("torch."):
             ledger.seen.compiled.append(f"torch.jit.{function.__name__} at {where_called()}")
         return function(obj, *args, **kwargs)
@@ -353,6 +347,7 @@ def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
     return {
         **{name: _without_pins(getattr(torch, name)) for name in makers.difference(_FROM_DATA)},
         **{name: _from_data(getattr(torch, name)) for name in _FROM_DATA},
+        "sparse_coo_tensor": _sparse_of_values(ledger),
         "set_autocast_enabled": set_enabled,
         "set_autocast_gpu_enabled": lambda enabled: set_enabled("cuda", enabled),
         "clear_autocast_cache": clear,
@@ -362,6 +357,19 @@ def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
         "get_default_device": _default_device,
         "get_device_module": lambda *_args: torch.cuda,
     }
+
+
+def _sparse_of_values(ledger: VirtualLedger) -> Callable[..., Tensor]:
+    """Return the maker of sparse matrices that puts its places where the values really are: torch would lose them."""
+    true_make = torch.sparse_coo_tensor
+
+    def make(indices: Any, values: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(values, Tensor) and ledger.place_of(values) is Place.HOST:
+            with _disable_current_modes():
+                values = ledger.values.on_host(torch.ops.aten.sparse_coo_tensor.indices, values)
+        return true_make(indices, values, *args, **kwargs)
+
+    return make
 
 
 def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:

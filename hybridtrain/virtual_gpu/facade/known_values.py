@@ -25,9 +25,11 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     without_generator,
 )
 from hybridtrain.virtual_gpu.facade.placeholders import Placeholders
+from hybridtrain.virtual_gpu.facade.sequence_ops import PACK
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
+_DIMS_OF_PLACES = 2
 _MASKS = frozenset({torch.bool, torch.uint8})
 
 
@@ -134,7 +136,7 @@ class KnownValues:
             if known is None:
                 known = self._assume(func, args, tensor)
             if known is None:
-                return self._placeholders.rule(func, args)
+                return self._placeholders.rule(func, args, kwargs)
             values[id(tensor)] = known
         kwargs = without_generator(kwargs)
         if "device" in kwargs:
@@ -195,6 +197,33 @@ class KnownValues:
             kept = self._placeholders.kept(func, index.numel())
             indices += (torch.empty(kept, dtype=torch.int64, device="meta") for _ in range(index.dim()))
         return (args[0], indices, *args[2:])
+
+    def on_host(self, func: Op, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host with values: known ones, or ones in place of unknown values.
+
+        Raises:
+            DataDependentError: The unknown values are places of a sparse matrix.
+        """
+        known = self.of(tensor)
+        if known is None and tensor.untyped_storage()._cdata in self._held:
+            if tensor.dtype is torch.int64 and tensor.dim() == _DIMS_OF_PLACES:
+                self._placeholders.refuse(func)
+            self._placeholders.note(func, "values of a sparse matrix: ones")
+            known = torch.ones(tensor.shape, dtype=tensor.dtype)
+        return tensor if known is None else known
+
+    def resolve_lengths(self, func: Op, args: Args) -> tuple[Any, ...]:
+        """Replace the lengths of padded sequences by their known values.
+
+        Raises:
+            DataDependentError: They depend on unknown values.
+        """
+        if func is not PACK:
+            return args
+        lengths = self.of(args[1])
+        if lengths is None:
+            self._placeholders.refuse(func)
+        return (args[0], lengths, *args[2:])
 
     def _fresh(self, tensor: Tensor, holding: VirtualStorage) -> Tensor:
         """Return unset memory for the values of a tensor."""

@@ -16,12 +16,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from hybridtrain.errors import ConfigError
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?(\.exe)?")
 _WITH_VALUE = {"-X", "-W"}
 """Interpreter options with an argument."""
 _WITHOUT_VALUE = {"-u", "-B", "-E", "-I", "-O", "-OO", "-P", "-s", "-S", "-q", "-v", "-b"}
+
+
+_COUNTS_CARDS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "trl"}
+"""Launchers that start one process, whatever they are told, unless they count several cards."""
+_PROCESSES = re.compile(r"--num[_-]processes(?:=|\0)(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,7 @@ class PythonCommand:
         sys.argv = [self.name, *self.arguments]
         sys.path.insert(0, str(Path.cwd() if self.is_module else Path(self.name).resolve().parent))
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), self._cards():
                 # A new interpreter would not have imported it before.
                 warnings.filterwarnings("ignore", ".*found in sys.modules after import of package", RuntimeWarning)
                 if self.is_module:
@@ -48,6 +55,17 @@ class PythonCommand:
                     runpy.run_path(self.name, run_name="__main__")
         finally:
             sys.argv, sys.path[:] = outer
+
+    @contextmanager
+    def _cards(self) -> Iterator[None]:
+        """Let a launcher count as many cards as it is told to start processes."""
+        asked = _PROCESSES.search("\0".join(self.arguments))
+        if asked is None or (self.name if self.is_module else Path(self.name).name) not in _COUNTS_CARDS:
+            yield
+            return
+        count = max(int(asked[1]), torch.cuda.device_count())
+        with mock.patch.object(torch.cuda, "device_count", return_value=count):
+            yield
 
 
 def python_command(words: Sequence[str]) -> PythonCommand | None:

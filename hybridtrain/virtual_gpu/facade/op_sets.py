@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from hybridtrain.virtual_gpu.account.op_rules import MATMUL_OPS, Args, Kwargs, Op, tensors_in, traits_of
+from hybridtrain.virtual_gpu.facade.sequence_ops import PACK
 
 _ATEN = torch.ops.aten
 META = torch.device("meta")
@@ -109,8 +110,8 @@ def touches_sparse(func: Op, operands: list[Tensor]) -> bool:
 
 
 def allows_mixed_devices(func: Op) -> bool:
-    """Return whether operands may be on two devices: a copy, indices, or an update of paged state."""
-    return func in COPIES or func in TAKES_HOST_INDICES or func.namespace == "bitsandbytes"
+    """Return whether operands may be on two devices: a copy, indices, lengths, or an update of paged state."""
+    return func in COPIES or func in TAKES_HOST_INDICES or func is PACK or func.namespace == "bitsandbytes"
 
 
 def require_one_dtype(func: Op, args: Args) -> None:

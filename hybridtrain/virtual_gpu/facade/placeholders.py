@@ -4,6 +4,7 @@
     are they finite               yes: ``isnan`` and ``isinf`` say no, ``isfinite`` says yes
     is a drawn number rejected    no: ``torch.nn.init.trunc_normal_`` draws once
     which are the largest         position r of the k-th choice is (r * k + j) mod n: experts are loaded evenly
+    is it one of these            no: no generated token is an end token, and texts get as long as they may
     how many there are            not answered: ``DataDependentError`` names the op and the line
 
 A rule holds only for values that depend on arithmetic; what follows from the script's own data is known.
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import HybridTrainError
-from hybridtrain.virtual_gpu.account.op_rules import Args, Op
+from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op
 from hybridtrain.virtual_gpu.facade.assumption import Assumption
 from hybridtrain.virtual_gpu.facade.op_sets import FINITE_ANSWERS
 
@@ -100,11 +101,14 @@ class Placeholders:
         finally:
             self._truth = outer
 
-    def rule(self, func: Op, args: Args) -> Any:
+    def rule(self, func: Op, args: Args, kwargs: Kwargs) -> Any:
         """Return placeholder values for an op's results, on the CPU; None without a rule."""
         packet = func._overloadpacket
         if packet in FINITE_ANSWERS:
             return torch.full(args[0].shape, FINITE_ANSWERS[packet])
+        if packet is _ATEN.isin and isinstance(args[0], Tensor):
+            self.note(func, "is it one of these: no")
+            return torch.full(args[0].shape, bool(kwargs.get("invert")))
         if packet is _ATEN.topk:
             return (None, self._even_choice(func, args[0], args[1], args[2] if len(args) > 2 else -1))
         return None

@@ -56,6 +56,7 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
 )
 from hybridtrain.virtual_gpu.facade.placed_storages import PlacedStorages
 from hybridtrain.virtual_gpu.facade.placeholders import Placeholders, UnplannedOpError, where_called
+from hybridtrain.virtual_gpu.facade.sequence_ops import OF_SEQUENCES, RECURRENT, recurrent_work
 
 _ATEN = torch.ops.aten
 _PLAIN = torch._C._disabled_torch_dispatch_impl
@@ -160,9 +161,13 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         return UnplannedOpError(text)
 
     def _run_sparse(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
-        if any(tensor.is_meta for tensor in operands) or torch.device(kwargs.get("device") or "cpu").type != "cpu":
-            raise self.unplanned(f"{func}: sparse tensors are planned on the host alone, from the script's own data")
-        return func(*args, **kwargs)
+        asks_for_card = torch.device(kwargs.get("device") or "cpu").type == "cuda"
+        if asks_for_card or any(self.place_of(tensor) is Place.DEVICE for tensor in operands):
+            raise self.unplanned(f"{func}: sparse tensors are planned on the host alone")
+        real = {id(tensor): self.values.on_host(func, tensor) for tensor in operands}
+        if kwargs.get("device") is not None and operands:  # what torch took from an operand without bytes
+            kwargs = dict(kwargs) | {"device": next(iter(real.values())).device}
+        return func(*(map_tensors(value, lambda tensor: real[id(tensor)]) for value in args), **kwargs)
 
     def _run(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
         target = self._target if self._target is not None else _asked_for(func, args, kwargs, operands)
@@ -265,6 +270,11 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         self.host_bytes -= size
 
     def _call(self, func: Op, args: Args, kwargs: Kwargs, results: Any) -> Any:
+        if func in OF_SEQUENCES:
+            return OF_SEQUENCES[func](self.values.resolve_lengths(func, args))
+        return self._call_on_meta(func, args, kwargs, results)
+
+    def _call_on_meta(self, func: Op, args: Args, kwargs: Kwargs, results: Any) -> Any:
         if is_dynamic(func):
             if results is not None:
                 return map_tensors(results, like)
@@ -319,7 +329,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             require_one_dtype(func, args)
             if func in MATMUL_OPS:
                 self._take_workspace()
-        for tensor in tensors_in([out]):
+        for tensor in tensors_in(out if isinstance(out, tuple) else [out]):
             self._enter_at(tensor, place)
         if func.is_view:
             return
@@ -418,13 +428,16 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
     def _op_record(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> OpRecord:
         """Record an op; the type of a matmul's result, where it is an operand, says nothing of its arithmetic."""
         operands = tuple(value for value in args if not isinstance(value, torch.dtype))
-        return super()._op_record(func, operands, kwargs, out, event)
+        record = super()._op_record(func, operands, kwargs, out, event)
+        return replace(record, shape=recurrent_work(func, args)[1]) if func in RECURRENT else record
 
     def _flops(self, func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
         """Count attention with grouped heads as if each query head had keys of its own: so does torch from 2.12 on.
 
         A product with a 4-bit weight, bitsandbytes' own op (A, B, shape of B unpacked, ...), is counted as any other.
         """
+        if func in RECURRENT:
+            return recurrent_work(func, args)[0]
         if func._schema.name in _FOUR_BIT_PRODUCTS:
             rows, _ = args[2]
             return int(2 * args[0].numel() * rows)

@@ -413,7 +413,7 @@ def test_recurrent_layers_are_told_to_be_approximate(
 ) -> None:
     body = f"model = nn.{kind}(8, 8).cuda()\nmodel(torch.randn(4, 2, 8, device='cuda'))[0].sum().backward()\n"
     _, verdict = planned(tmp_path, capsys, body)
-    assert f"APPROXIMATE: {kind} planned op by op" in verdict
+    assert f"APPROXIMATE: {kind}: cuDNN does not document the size" in verdict
     assert "script.py:4" in verdict
 
 

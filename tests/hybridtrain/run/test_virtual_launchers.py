@@ -82,6 +82,27 @@ def test_a_world_of_another_size_than_the_launchers_is_refused(
     assert "the launcher starts 2 processes, but --world is 4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("accelerate", ["launch", "--num_processes", "2", "train.py"], 2),
+        ("trl", ["sft", "--num-processes=3"], 3),
+        ("accelerate", ["launch", "train.py"], 1),
+        ("prepare.py", ["--num_processes", "8"], 1),
+    ],
+)
+def test_a_launcher_that_counts_cards_finds_one_for_each_process(
+    name: str, options: list[str], expected: int, tmp_path: Path
+) -> None:
+    path, told = tmp_path / name, tmp_path / "told"
+    path.write_text(f"import torch, pathlib\npathlib.Path({str(told)!r}).write_text(str(torch.cuda.device_count()))\n")
+    command = python_command([str(path), *options])
+    assert command is not None
+    with VirtualGpu("rtx-4090"):
+        command.run()
+        assert (told.read_text(), torch.cuda.device_count()) == (str(expected), 1)
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch", "python -u"])
 def test_a_launcher_of_no_script_is_one_fault(launcher: str, capsys: pytest.CaptureFixture[str]) -> None:
     if not shutil.which(launcher.split(maxsplit=1)[0]):

@@ -193,3 +193,12 @@ def test_a_missing_script_is_told_and_an_error_is_the_scripts_own(
     assert f'File "{path}", line 2' in told
     assert "cuda:0 and cpu!" in told
     assert "virtual_run.py" not in told
+
+
+def test_a_script_that_compiles_cuda_code_gets_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("raise OSError('CUDA_HOME environment variable is not set.')\n")  # as torch.utils.cpp_extension
+    assert main(["virtual", "--card", "rtx-4090", "--", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert "train.py: compiles CUDA code, for which there is no toolkit here" in err
+    assert "Traceback" not in err

@@ -288,3 +288,28 @@ def test_sparse_tensors_of_the_host_are_computed() -> None:
     product = sparse_of_host(600) @ dense
     assert product[:3, 0].tolist() == [1.0, 2.0, 0.0]
     assert product.cuda().is_cuda
+
+
+def test_unknown_values_of_a_sparse_matrix_are_ones(gpu: VirtualGpu) -> None:
+    places = torch.arange(5000)
+    sparse = torch.sparse_coo_tensor(
+        torch.stack([places, places]), torch.ones(5000), (5000, 5000), check_invariants=True
+    )
+    pairs = np.arange(10_000, dtype=np.int32).reshape(5000, 2) // 2
+    whole = torch.sparse_coo_tensor(pairs.T, torch.ones(5000), (5000, 5000), dtype=torch.int64, check_invariants=True)
+    assert whole.coalesce().indices()[:, 7].tolist() == [7, 7]
+    assert (torch.eye(5000) + whole).dtype is torch.float32
+    assert (sparse @ torch.ones(5000, 8)).cuda().shape == (5000, 8)
+    assert {use.rule for use in gpu.placeholders()} == {"values of a sparse matrix: ones"}
+    with pytest.raises(NotImplementedError, match="sparse tensors are planned on the host alone"):
+        torch.sparse_coo_tensor(places[None], torch.ones(5000, device="cuda"), check_invariants=False)
+
+
+def test_a_picture_of_the_graph_for_tensorboard_runs_the_module_once(gpu: VirtualGpu) -> None:
+    layer, seen = nn.Linear(8, 8).cuda(), []
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    caller = {"__name__": "torch.utils.tensorboard._pytorch_graph", "torch": torch, "layer": layer}
+    exec("trace = torch.jit.trace(layer, torch.zeros(2, 8).cuda(), strict=True)", caller)  # noqa: S102
+    assert (list(caller["trace"].graph.nodes()), dict(caller["trace"].named_modules())) == ([], {"": layer})
+    assert seen == [1]
+    assert not gpu.ledger.seen.compiled

@@ -367,3 +367,18 @@ def test_the_gradient_of_a_subclass_is_no_subclass(gpu: VirtualGpu) -> None:
     assert gpu.ledger.place_of(weight.grad) is not None
     del weight.grad
     assert weight.grad is None
+
+
+def test_generated_tokens_are_no_end_tokens_so_that_the_longest_text_is_planned(gpu: VirtualGpu) -> None:
+    layer, ends, longest = nn.Linear(8, 300).cuda(), torch.tensor([1, 2], device="cuda"), 5
+    tokens = torch.full((4, 1), 7, device="cuda")
+    running = torch.ones(4, dtype=torch.long, device="cuda")
+    while not bool(running.max() == 0) and tokens.shape[1] <= longest:
+        chosen = layer(torch.randn(4, 8, device="cuda")).argmax(-1)
+        tokens = torch.cat([tokens, chosen[:, None]], dim=1)
+        is_long = torch.full((4,), tokens.shape[1] == longest, device="cuda")
+        running = running & ~(is_long | torch.isin(tokens[:, -1], ends))
+    assert tokens.shape[1] == longest
+    assert "is it one of these: no" in {use.rule for use in gpu.placeholders()}
+    assert torch.isin(chosen, ends, invert=True).tolist() == [True] * 4
+    assert torch.isin(torch.arange(3).cuda(), ends).tolist() == [False, True, True]
