@@ -50,11 +50,11 @@ def unmarked(text: str) -> list[str]:
 _SETTINGS = {
     # What the program does, not what was found: bounds, defaults, formats.
     "hybrid-training.md": ("within 5 to 20 % of", "The last 2 % of", "10 % with"),
-    "gate.md": ("limit of 200 MiB", "less than 5 % of the card stays free"),
-    "own-script.md": ("5 % of the card free",),
+    "gate.md": ("limit of 200 MiB", "less than 5 % of the card stays free", "also leaves 5 % free"),
+    "own-script.md": ("5 % of the card free", "the first 256 MiB of CPU tensors"),
     "questions.md": ("less than 5 % of the card stays free",),
     "runs.md": ("at most 4 GiB",),
-    "README.md": ("a host of 64 GiB",),
+    "README.md": ("a host of 64 GiB", "64 GiB of host memory"),
 }
 
 

@@ -251,7 +251,7 @@ def test_a_solution_names_its_value_and_its_limit(
             assert found["device_used_bytes"] <= 0.03 * answer["card_bytes"]
     assert main([*asked, "--quick"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.match("(Largest micro-batch|Longest sequence|Smallest card|Least host memory): ", lines[0])
+    assert re.match("(Largest micro-batch|Longest sequence|Smallest card|Least host memory without disk): ", lines[0])
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 25
 

@@ -462,7 +462,7 @@ def test_more_than_the_memory_that_is_allowed_is_a_no(tmp_path: Path, capsys: py
     script.write_text(HEAD + UNUSED)
     command = ["virtual", "--card", "rtx-4090", "--steps", "2", "--json"]
     main([*command, "--", str(script)])
-    used = json.loads(capsys.readouterr().out)["device_used_bytes"]
+    used = json.loads(capsys.readouterr().out)["device_used_bytes"] // MIB
     for most, code, told in ((used, 0, "WITHIN"), (used - 1, 1, "ABOVE")):
-        assert main([*command[:-1], "--max", str(most), "--", str(script)]) == code
-        assert capsys.readouterr().out.startswith(f"{told} --max {most}")
+        assert main([*command[:-1], "--max", f"{most}MiB", "--", str(script)]) == code
+        assert capsys.readouterr().out.startswith(f"{told} --max {most}MiB")

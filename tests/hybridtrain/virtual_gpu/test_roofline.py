@@ -142,7 +142,7 @@ def test_attention_reaches_its_own_share() -> None:
 
 
 def test_a_product_with_a_4_bit_weight_counts_as_any_other() -> None:
-    gemm = SimpleNamespace(_schema=SimpleNamespace(name="bitsandbytes::gemm_4bit"))
+    gemm = type("Op", (), {"_schema": SimpleNamespace(name="bitsandbytes::gemm_4bit")})()
     left, packed = torch.empty(3, 5, 64, device="meta"), torch.empty(16 * 64 // 2, 1, device="meta")
     flops = VirtualLedger._flops(
         cast("Any", None), cast("Any", gemm), (left, packed, [16, 64], packed, 64, "nf4"), {}, None

@@ -102,12 +102,13 @@ def _picture(rows: Sequence[Row]) -> Picture:
 
 def _view(rows: Sequence[Row], unit: str, size: float) -> View:
     kinds = by_kind(rows)
-    colors, sources = colored(row.source for row in rows), [points[0].source for points in kinds]
+    color_of = colored(row.source for row in rows)
+    colors = [color_of[points[0].source] for points in kinds]
     return View(
         series=[
             Series(
-                name=label_of(points), mark="point", color=colors[points[0].source], unit=unit,
-                symbol=sources[:number].count(points[0].source),
+                name=label_of(points), mark="point", color=colors[number], unit=unit,
+                symbol=colors[:number].count(colors[number]),
                 x=[row.recorded / size for row in points], y=[(row.planned or 0.0) / size for row in points],
                 notes=[f"{row.id} ({100 * (row.error or 0.0):+.2f} %)" for row in points],
             )
