@@ -160,12 +160,11 @@ def virtual(
     )
     if isinstance(found, VirtualRun):
         allocation.write(found.run)
-    text, content = found.as_text(explain=explain), found.as_mapping()
+    text, content, holds = found.as_text(explain=explain), found.as_mapping(), found.fits
     if most is not None:
         over = found.needed_bytes - most
-        content["max_bytes"] = most
+        content["max_bytes"], holds = most, holds and over <= 0
         text = f"{f'ABOVE --max {max}, by {format_bytes(over)}' if over > 0 else f'WITHIN --max {max}'}\n{text}"
-    holds = found.fits and (most is None or found.needed_bytes <= most)
     return Answer(text=text, content=content, code=0 if holds else 1)
 
 

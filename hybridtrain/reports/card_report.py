@@ -59,8 +59,9 @@ def class_table(run: CardRun) -> str:
 
 
 def verdict_line(
-    run: CardRun, what: str, verdict: FitVerdict, *, cards: str = "", before_steps: str, needed_bytes: int | None
-) -> str:
+    run: CardRun, what: str, verdict: FitVerdict, *, cards: str = "", before_steps: str, needed_bytes: int | None,
+    full_at_step: int | None = None,
+) -> str:  # fmt: skip
     """Return the answer in one line: whether ``what`` fits, and where it does not, when memory ran out.
 
     Args:
@@ -70,6 +71,7 @@ def verdict_line(
         cards: What to call the card; default: its name.
         before_steps: The place of a refused request before the first step.
         needed_bytes: What the whole run needs, where memory ran out; None: not known.
+        full_at_step: The step at which growing memory will fill the card; None: none.
     """
     cards = cards or run.card.name
     memory = format_bytes(run.card.memory_bytes)
@@ -79,7 +81,8 @@ def verdict_line(
         return f"DOES NOT FIT: {what} {needs}runs out of memory on {cards}, {place} (planned)"
     margin = f"; {run.card.told(verdict).partition(', ')[2]}" if verdict is FitVerdict.BARELY else ""
     used = format_bytes(run.device_used_bytes)
-    return f"{verdict.value.upper()}: {what} takes {used} of {memory} on {cards} (planned){margin}"
+    until = "" if full_at_step is None else f" UNTIL ABOUT STEP {full_at_step:,}"
+    return f"{verdict.value.upper()}{until}: {what} takes {used} of {memory} on {cards} (planned){margin}"
 
 
 def peak_figures(run: CardRun) -> Iterator[tuple[str, str]]:

@@ -62,6 +62,8 @@ class VirtualRun:
     host_memory_bytes: int | None
     reserved: ReservedRange | None
     """Effect of small changes of the run on reserved bytes; None if memory grows with each step."""
+    worst: Mapping[str, str] | None = None
+    """A line for each phase, and for the longest row; None: not asked for."""
     whole: WholeRun | None = None
     """The run without limit, if the card was full; None also where there could be no second run."""
 
@@ -80,7 +82,12 @@ class VirtualRun:
     @property
     def full_at_step(self) -> int | None:
         """The step at which growing memory fills the card, if the script was stopped before; None: it does not."""
-        if not self.run.fits_card or self.basis.growth is None or not self.gpu.was_stopped:
+        return self._growth_fills_at if self.gpu.was_stopped else None
+
+    @property
+    def _growth_fills_at(self) -> int | None:
+        """The step at which growth fills a card that is not full; None: at none that a training reaches."""
+        if not self.run.fits_card or self.basis.growth is None:
             return None
         full = self.basis.growth.full_at(self._num_steps, self._free_bytes)
         return full if full < _ANY_TRAINING else None
@@ -117,7 +124,7 @@ class VirtualRun:
             "placeholders": list(map(asdict, self.gpu.placeholders())),
             "without_gradient": list(self.gpu.without_gradient),
             "basis": self.basis.as_mapping(),
-            "worst": None if self.gpu.ledger.worst is None else dict(self.gpu.ledger.worst.rows(run.trace)),
+            "worst": None if self.worst is None else dict(self.worst),
             "whole_run": None if self.whole is None else self.whole.as_mapping(run.card),
         }
 
@@ -130,16 +137,14 @@ class VirtualRun:
         verdict = verdict_line(
             run, self.script, run.verdict, cards=cards, before_steps="before the first step",
             needed_bytes=None if whole is None or whole.problem else whole.needed_bytes(run.card),
+            full_at_step=self.full_at_step,
         )  # fmt: skip
-        if self.full_at_step is not None:
-            verdict = verdict.replace(":", f" UNTIL ABOUT STEP {self.full_at_step:,}:", 1)
         figures.append(("parameters", format_count(self.gpu.num_params)))
         if run.fits_card:
             figures.insert(-1, ("by module", sizes_text(_by_list(by_module(run)))))
             speed = f"{format_seconds(run.time.seconds)} per step, bottleneck: {run.time.bound} (estimated)"
             figures.insert(0, ("speed", speed))
-        if self.gpu.ledger.worst is not None:
-            figures += self.gpu.ledger.worst.rows(run.trace).items()
+        figures += (self.worst or {}).items()
         lines = [
             verdict,
             *(f"  {caveat}" for caveat in self._caveats()),
@@ -166,7 +171,7 @@ class VirtualRun:
         basis, run = self.basis, self.run
         found = basis.caveats(fits=run.fits_card)
         free, steps = self._free_bytes, self._num_steps
-        if basis.growth is not None and (not run.fits_card or basis.growth.full_at(steps, free) < _ANY_TRAINING):
+        if basis.growth is not None and (not run.fits_card or self._growth_fills_at is not None):
             found.append(f"GROWS: {growth_text(basis.growth, steps, free if run.fits_card else None)}")
         reserved = self.reserved
         if run.fits_card and reserved is not None and (reserved.margin_bytes > free or reserved.lengths_fit is False):
@@ -306,7 +311,7 @@ def run_python(
         )  # fmt: skip
     return VirtualRun(
         script=python.name, gpu=gpu, run=run, basis=basis, host_memory_bytes=host_memory_bytes, reserved=reserved,
-        whole=whole,
+        worst=None if gpu.ledger.worst is None else gpu.ledger.worst.rows(run.trace), whole=whole,
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hybridtrain.virtual_gpu.account.op_rules import Op, ScratchRule
 
-_ATEN = torch.ops.aten
+_FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+CONVOLUTIONS = frozenset({_FORWARD, _BACKWARD})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _LAST = frozenset({torch.channels_last, torch.channels_last_3d})
 _ALIGNED_BYTES = 16
@@ -44,7 +45,7 @@ def workspace_rules(capability: int) -> dict[Op, ScratchRule]:
             return _copies(x, weight, gradient.shape, groups, capability)
         return _winograd(weight, stride, dilation, groups) if asked[0] else 0
 
-    return {_ATEN.convolution.default: forward, _ATEN.convolution_backward.default: backward}
+    return {_FORWARD: forward, _BACKWARD: backward}
 
 
 def _has_tensor_cores(dtype: torch.dtype, capability: int) -> bool:

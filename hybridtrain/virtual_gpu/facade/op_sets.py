@@ -35,7 +35,6 @@ FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default}
 """Ops that overwrite all values without reading them, which schemas do not show."""
 _ONE_DTYPE = MATMUL_OPS | {_ATEN.convolution.default}
 """Products whose operands have one dtype on a card; the meta device takes several."""
-CONVOLUTIONS = frozenset({_ATEN.convolution.default, _ATEN.convolution_backward.default})
 WORKSPACES = {
     **dict.fromkeys((_ATEN._fft_c2c, _ATEN._fft_r2c, _ATEN._fft_c2r), "workspaces of cuFFT"),
     **dict.fromkeys(

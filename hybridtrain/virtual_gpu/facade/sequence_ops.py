@@ -150,8 +150,7 @@ OF_SEQUENCES: dict[Op, Callable[[Args], Any]] = {
 """Ops -> their results on the meta device, where torch has none, or another."""
 register_scratch(_FORWARD, lambda args: _Call.of(tuple(args), 6).workspace_bytes())
 register_scratch(_BACKWARD, _backward_scratch)
-# Steps are copied before they are joined, all of them at most (aten/src/ATen/native/PackedSequence.cpp).
-register_scratch(PACK, lambda args: int(args[0].nbytes))
+register_scratch(PACK, _pack_scratch)
 register_scratch(_ATEN._ctc_loss_backward.default, lambda args: int(args[6].nbytes))  # the backward variables
 
 

@@ -178,9 +178,9 @@ class VirtualGpu:
         self._has_updated = False
         """Whether an optimizer has stepped in this iteration."""
         self._marks: list[StepMark] = []
+        """Forward passes after an update in this iteration."""
         self._last_update: StepMark | None = None
         """Where the last update of the last iteration ended."""
-        """Forward passes after an update in this iteration."""
         self._backwards_at_begin = 0
         self._begun = False
         self._last_refusal_step = 0

@@ -32,9 +32,9 @@ from hybridtrain.virtual_gpu.account.op_rules import (
 )
 from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
 from hybridtrain.virtual_gpu.cards.card import Card, Host
+from hybridtrain.virtual_gpu.facade.convolutions import CONVOLUTIONS
 from hybridtrain.virtual_gpu.facade.known_values import KnownValues, Place
 from hybridtrain.virtual_gpu.facade.op_sets import (
-    CONVOLUTIONS,
     COPIES,
     FLOAT8_PRODUCTS,
     META,

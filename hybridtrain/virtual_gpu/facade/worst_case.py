@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +41,7 @@ class WorstCase:
         rows = [row for batch in found for row in batch] if all(isinstance(one, list) for one in found) else []
         if not rows or len(rows) > _MOST_ROWS:
             self._say(f"not tried: a loader has no batches of rows, or more than {_MOST_ROWS:,} rows")
-            return iter(_chain(found, batches))
+            return chain(found, batches)
         lengths = {row: _length(dataset[row]) for row in dict.fromkeys(rows)}
         longest = max(lengths.values())
         if longest == min(lengths.values()):
@@ -82,11 +82,6 @@ def phase_peaks(trace: LedgerTrace, marks: Sequence[tuple[int, str]]) -> dict[st
         if phase:
             peaks[phase] = max(peaks[phase], live)
     return peaks
-
-
-def _chain(first: Sequence[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    yield from first
-    yield from rest
 
 
 def _length(row: Any) -> int:

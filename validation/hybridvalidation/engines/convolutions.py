@@ -6,17 +6,17 @@ and the loop are rewritten here; ranks share gradients by torch's DistributedDat
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
+from hybridvalidation.engines.rank_peaks import rank_peaks
 
 _STEPS = 3
 _BLOCKS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
@@ -26,12 +26,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     """Return the largest allocated and reserved bytes of a rank, over three steps."""
     settings = {**common, **config}
     gpu = VirtualGpu(find_card(settings.get("card", card)), world=settings["world"])
-    with suppress(torch.OutOfMemoryError), gpu:
-        dist.init_process_group("nccl")
-        _train(settings)
-        dist.destroy_process_group()
-    counted = gpu.ledger.allocator
-    return {"allocated_max": counted.peak_allocated_bytes, "reserved_max": counted.peak_reserved_bytes}
+    return rank_peaks(gpu, lambda: _train(settings))
 
 
 def _train(settings: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ and by its size, where it is not GPT-2 small's.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -21,6 +20,7 @@ from hybridtrain.virtual_gpu.account.op_rules import register_scratch
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridtrain.virtual_gpu.facade.virtual_gpu import VirtualGpu
+from hybridvalidation.engines.rank_peaks import rank_peaks
 
 _WORLD = 8
 _STEPS = 2
@@ -32,12 +32,7 @@ def plan(common: Mapping[str, Any], config: Mapping[str, Any], card: str) -> dic
     settings = {**_SMALL, **common, **config}
     allocator = AllocatorConfig(expandable_segments=settings["expandable_segments"])
     gpu = VirtualGpu(find_card(card), world=_WORLD, allocator=allocator)
-    with suppress(torch.OutOfMemoryError), gpu:
-        dist.init_process_group("nccl")
-        _train(settings)
-        dist.destroy_process_group()
-    counted = gpu.ledger.allocator
-    return {"allocated_max": counted.peak_allocated_bytes, "reserved_max": counted.peak_reserved_bytes}
+    return rank_peaks(gpu, lambda: _train(settings))
 
 
 def _train(settings: Mapping[str, Any]) -> None:
