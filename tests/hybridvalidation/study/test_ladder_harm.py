@@ -1,18 +1,20 @@
 """One-sided tests of harm at several numbers of seeds."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hybridvalidation.judge.statistics import power_below, spent_levels
-from hybridvalidation.study.equivalence import Comparison, Finding, judge_size
+from hybridvalidation.study.equivalence import Comparison, Finding, judge_size, last_analysis
 from hybridvalidation.study.order import next_runs, of_one_processor
 from hybridvalidation.study.protocol import LadderFile, LadderRecord, LadderRun
 from hybridvalidation.study.report import study_text
 from tiny_ladders import ARMS, RUNG, finished, ladder_of
 
+NOWHERE = Path("nowhere")
 SEEDS = list(range(20))
 HARM_RUNG = RUNG | {"seeds": SEEDS, "analyses": [10, 20], "deviation_nats": 0.004}
 THREE = [ARMS[0], ARMS[1], ARMS[3]]
@@ -57,7 +59,7 @@ def test_what_is_undecided_gets_all_seeds_and_does_not_go_on() -> None:
     bound = small["mixed"].largest_harm
     assert bound is not None
     assert bound > study.margin_nats
-    assert f"| {bound:.4f}" in study_text(study, made, {}, _nowhere(), "github")
+    assert f"| {bound:.4f}" in study_text(study, made, {}, NOWHERE, "github")
 
 
 def test_pairs_of_two_processors_do_not_count_and_their_seed_is_made_again() -> None:
@@ -85,13 +87,7 @@ def test_a_seed_that_is_complete_elsewhere_stays() -> None:
 def test_a_closed_ladder_makes_no_runs_and_says_why() -> None:
     study = ladder(closed="too few seeds.")
     assert next_runs(study, {}) == []
-    assert "Closed: too few seeds." in study_text(study, {}, {}, _nowhere(), "github")
-
-
-def _nowhere() -> Any:
-    from pathlib import Path  # noqa: PLC0415
-
-    return Path("nowhere")
+    assert "Closed: too few seeds." in study_text(study, {}, {}, NOWHERE, "github")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +102,18 @@ def test_analyses_that_decide_nothing_are_refused(changes: dict[str, Any], fault
     with pytest.raises(Exception, match=r"analyses|deviation") as error:
         ladder_of(rungs=[HARM_RUNG | changes])
     assert fault in str(error.value)
+
+
+def test_sizes_of_one_ladder_test_alike() -> None:
+    with pytest.raises(Exception, match="rungs: analyses must be in all of them, or in none"):
+        ladder_of(rungs=[RUNG, HARM_RUNG | {"name": "large"}])
+
+
+def test_a_decided_comparison_keeps_its_seeds_wherever_it_is_asked_for() -> None:
+    study = ladder()
+    made = finished(study, losses(0.001, 0.002))
+    own, reference = study.configuration("mixed"), study.baseline
+    assert last_analysis(study, made, study.rungs[0], own, reference) == judged(study, made)["mixed"]
 
 
 def test_all_analyses_together_spend_the_error_rate() -> None:

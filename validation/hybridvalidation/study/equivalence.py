@@ -119,7 +119,7 @@ def judge_size(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[Co
     Each of two interim analyses has half of the error rate, adjusted over the whole family.
     """
     if size.analyses:
-        return [_judge_harm(ladder, made, size, *pair) for pair in compared_at(ladder, made, size)]
+        return [_judge_harm(ladder, made, size, *pair) for pair in _compared_at(ladder, made, size)]
     judged = []
     for first in _first_analysis(ladder, made, size):
         again = [last_analysis(ladder, made, size, c.configuration, c.reference) if _is_open(c) else c for c in first]
@@ -135,12 +135,14 @@ def undecided(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[Com
 def last_analysis(
     ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration, reference: Configuration
 ) -> Comparison:
-    """Return the comparison over the seeds of both analyses if they were run, else of the first."""
+    """Return the comparison over the seeds of both analyses if they were run, else of the first; of harm the last."""
+    if size.analyses:
+        return _judge_harm(ladder, made, size, own, reference)
     second = _compare(ladder, made, size, own, reference, (*size.seeds, *size.more_seeds))
     return second if second.is_finished else _compare(ladder, made, size, own, reference, size.seeds)
 
 
-def compared_at(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[tuple[Configuration, Configuration]]:
+def _compared_at(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[tuple[Configuration, Configuration]]:
     """Return the compared configurations of a model size: of a test of harm the controls, and what passed below it."""
     place = ladder.rungs.index(size)
     pairs = ladder.pairs_at(size)

@@ -80,12 +80,10 @@ def _ladder_stages(ladder: LadderFile, made: LadderMade, only: str | None) -> It
 def _harm_stages(ladder: LadderFile, made: LadderMade, size: ModelSize) -> Iterator[list[LadderRun]]:
     """Yield the learning rates, then seed by seed the runs of each analysis of what is undecided, with references."""
     yield _rates(ladder, made, size, ladder.baseline) if len(size.lrs) > 1 else []
+    judged = judge_size(ladder, made, size)
+    still_open = [one for one in judged if one.finding in {Finding.UNFINISHED, Finding.INCONCLUSIVE}]
     for count in size.analyses:
-        pairs = [
-            (one.reference, one.configuration)
-            for one in judge_size(ladder, made, size)
-            if one.finding in {Finding.UNFINISHED, Finding.INCONCLUSIVE} and len(one.seeds) >= count
-        ]
+        pairs = [(one.reference, one.configuration) for one in still_open if len(one.seeds) >= count]
         owed = dict.fromkeys(own for pair in pairs for own in pair)
         yield [ladder_run(ladder, made, size, own, seed) for seed in size.seeds[:count] for own in owed]
 
@@ -97,13 +95,13 @@ def of_one_processor(ladder: LadderFile, made: LadderMade, processor: str) -> di
     made again as a whole, whatever it showed.
     """
     sizes = {size.name for size in ladder.rungs if size.analyses}
-    begun = {(run.rung, run.seed) for run in next_runs(ladder, made)}
+    owed = {(run.rung, run.seed) for run in next_runs(ladder, made)}
     at = dict[tuple[str, int], set[str]]()
     for record in made.values():
         at.setdefault((record.run.rung, record.run.seed), set()).add(record.processor)
     again = {
         place for place, processors in at.items()
-        if place[0] in sizes and (len(processors) > 1 or (place in begun and processors != {processor}))
+        if place[0] in sizes and (len(processors) > 1 or (place in owed and processors != {processor}))
     }  # fmt: skip
     return {
         key: record for key, record in made.items()

@@ -508,6 +508,8 @@ class LadderFile(Protocol):
         stacks = [stack for configuration in self.arms for stack in configuration.stacks]
         faults += _twice("arms", names)
         faults += [f"arms: stack '{name}' is in two arms; keep it in one" for name in repeated(stacks)]
+        if len({bool(size.analyses) for size in self.rungs}) > 1:
+            faults.append("rungs: analyses must be in all of them, or in none")
         if not self.margin_nats > 0 or not 0 < self.alpha < 1:
             faults.append(f"margin_nats, alpha: {self.margin_nats}, {self.alpha} must be above 0, alpha below 1")
         if self.baseline.fine_tunes or self.baseline.optimizer != self.optimizer.kind:

@@ -18,7 +18,6 @@ from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.study.equivalence import (
     Comparison,
     Finding,
-    compared_at,
     extrapolate,
     harm_levels,
     judge_size,
@@ -463,7 +462,7 @@ def _power_of_harm(ladder: LadderFile) -> str:
 def _size_parts(ladder: LadderFile, made: LadderMade, size: ModelSize, style: str) -> list[str]:
     text = f"{size.name}: {size.model.num_params:,} parameters, {size.tokens_per_param:.0f} tokens per parameter"
     judged = {one.configuration.name: one for one in judge_size(ladder, made, size)}
-    present = [own for pair in compared_at(ladder, made, size) for own in pair]
+    present = [own for one in judged.values() for own in (one.configuration, one.reference)]
     rows = [
         _row(ladder, made, size, own, judged.get(own.name))
         for own in ladder.configurations_at(size)
