@@ -53,6 +53,8 @@ class RecordedRun:
     role: Role
     config: str = "{}"
     """The run's own part of the recipe, as JSON with the engine's own names."""
+    card: str = ""
+    """Card, where runs of a source differ in it."""
     recorded: Mapping[str, float]
     """Quantity to value: bytes, but for ``..._seconds``, ``..._params`` and ``oom`` (1: the run ran out of memory)."""
     why: str = ""
@@ -213,7 +215,7 @@ def append_planned(records: Path, record: PlannedRun) -> Path:
 def job_of(name: str, source: Source, run: RecordedRun) -> RecordedJob:
     """Return the planning job of a run."""
     return RecordedJob(
-        source=name, run=run.id, engine=source.engine, card=source.card, common=source.common, config=run.config
+        source=name, run=run.id, engine=source.engine, card=run.card or source.card, common=source.common, config=run.config
     )
 
 
