@@ -215,7 +215,12 @@ def append_planned(records: Path, record: PlannedRun) -> Path:
 def job_of(name: str, source: Source, run: RecordedRun) -> RecordedJob:
     """Return the planning job of a run."""
     return RecordedJob(
-        source=name, run=run.id, engine=source.engine, card=run.card or source.card, common=source.common, config=run.config
+        source=name,
+        run=run.id,
+        engine=source.engine,
+        card=run.card or source.card,
+        common=source.common,
+        config=run.config,
     )
 
 
