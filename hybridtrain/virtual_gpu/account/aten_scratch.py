@@ -30,7 +30,8 @@ def _embedding_backward(args: Sequence[Any]) -> int:
     segments = min(count, num_weights)
     parts = count // _ROWS_PER_PART + segments
     lists: int = 2 * indices.nbytes + (count + 2 * segments + parts) * indices.element_size()
-    return lists + parts * int(gradient.shape[-1]) * max(torch.float32.itemsize, gradient.element_size())
+    sums: int = parts * gradient.shape[-1] * max(torch.float32.itemsize, gradient.element_size())
+    return lists + sums
 
 
 def _logsumexp(args: Sequence[Any]) -> int:
