@@ -41,7 +41,13 @@ def next_runs(study: Study, made: Mapping[str, Any], size: str | None = None) ->
 
 
 def _study_stages(study: StudyFile, made: Made) -> Iterator[list[StudyRun]]:
-    """Yield AdamW's rates, its betas at the best one, then the methods' rates with all seeds and horizons."""
+    """Yield AdamW's rates, its betas at the best one, then the methods' rates with all seeds and horizons.
+
+    A direct comparison has two runs for each seed, and nothing else.
+    """
+    if (duel := study.duel) is not None:
+        yield [study.duel_run(side, seed) for seed in study.seeds for side in (duel.first, duel.second)]
+        return
     yield study.first_rates()
     best = best_run(study, made, study.first_rates())
     yield [replace(best, beta1=pair.beta1, beta2=pair.beta2) for pair in study.betas]

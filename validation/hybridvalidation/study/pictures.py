@@ -41,6 +41,8 @@ def pictures_of(study: Study, made: Mapping[str, Any], description: str) -> list
     """Return all non-empty pictures of a study; ``says`` is its verdict in a sentence."""
     if isinstance(study, LadderFile):
         drawn = [_differences(study, made)]
+    elif study.duel is not None:
+        drawn = []
     elif study.largest_harm_pct is not None:
         drawn = [_harm(study, made)]
     elif study.is_constant:

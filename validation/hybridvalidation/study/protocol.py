@@ -176,6 +176,24 @@ class StudyRecord(RunRecord):
     planned_host_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One side of a direct comparison."""
+
+    method: str
+    lr: float
+    num_steps: int
+    """True steps: as many as take the other side's time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duel:
+    """A direct comparison of two methods over all seeds: the claim is that the first ends at a lower loss."""
+
+    first: Side
+    second: Side
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StudyFile(Protocol):
     """A study of time to loss: methods compared with AdamW at one model size."""
@@ -211,20 +229,37 @@ class StudyFile(Protocol):
     """Compute factor that the claim states."""
     largest_harm_pct: float | None = None
     """Alternative claim: no method's loss is more than this many percent above its reference's."""
+    duel: Duel | None = None
+    """Alternative claim: one method beats another; nothing else is run."""
 
     def __post_init__(self) -> None:
         faults = _size_faults(self, ("corpus_mib", "validation_batches"), self.seeds)
-        if self.tuning_seed not in self.seeds:
+        if self.duel is None and self.tuning_seed not in self.seeds:
             faults.append(f"tuning_seed: {self.tuning_seed} must be one of seeds ({list(self.seeds)})")
-        faults += self._horizon_faults()
+        faults += self._horizon_faults() if self.duel is None else self._duel_faults(self.duel)
         names = [method.name for method in self.methods]
         faults += _twice("methods", names)
         for method in self.methods:
             faults += self._method_faults(method)
-        if self.largest_harm_pct is None and JUDGED not in names:
+        if self.largest_harm_pct is None and self.duel is None and JUDGED not in names:
             faults.append(f"methods: '{JUDGED}' is missing; the claims are about it, so add it or set largest_harm_pct")
         if faults:
             raise ValueError("\n".join(faults))
+
+    def _duel_faults(self, duel: Duel) -> Iterator[str]:
+        names = [method.name for method in self.methods]
+        for side in (duel.first, duel.second):
+            if side.method not in names:
+                yield f"duel: {unknown_name('method', side.method, names)}"
+            if side.num_steps < 1 or side.lr <= 0:
+                yield f"duel: {side.method} has {side.num_steps} steps at rate {side.lr:g}; both must be above 0"
+        if len(self.seeds) < _FEWEST or self.tuning_seed in self.seeds:
+            yield f"seeds: {list(self.seeds)} must be {_FEWEST} or more, without tuning_seed ({self.tuning_seed})"
+
+    def duel_run(self, side: Side, seed: int) -> StudyRun:
+        """Return a side's run with one seed."""
+        betas = {"beta1": self.optimizer.beta1, "beta2": self.optimizer.beta2}
+        return StudyRun(method=side.method, lr=side.lr, seed=seed, num_steps=side.num_steps, **betas)
 
     def _horizon_faults(self) -> Iterator[str]:
         horizons, constant = list(self.horizons), "under a constant learning rate a run is judged on its way"

@@ -15,6 +15,7 @@ from hybridvalidation.pictures.picture import Picture
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.scenario import Target
 from hybridvalidation.scenario_files import ScenarioFiles
+from hybridvalidation.study.duel import duel_sentence, duel_table
 from hybridvalidation.study.equivalence import (
     Comparison,
     Finding,
@@ -77,6 +78,11 @@ _HOW_HARM = (
     "the same circumstances, in percent; negative is better. Rolled back: jumps undone by the guard or by a search. "
     "Where AdamW stops with a message, stopping too is no harm."
 )
+_HOW_DUEL = (
+    "Executed on the CPU, one thread a run. Loss: validation, nats per token, at the end of the run's own schedule. "
+    "Test: other held-out batches, evaluated once. Intervals are 95 % over paired seeds: same initial weights, same "
+    "batches at the same step. Processor time: of the training loop, means of runs beside other work."
+)
 _HOW_QUALITY = (
     "Executed on the CPU, one thread a run, cosine to zero, the baseline's learning rate. Difference: validation "
     "loss above the reference configuration's, nats per token. It is a mean with its 95 % confidence interval over "
@@ -121,6 +127,8 @@ def verdict_sentence(study: Study, made: Mapping[str, Any]) -> str:
     """Return the sentence of the study's verdict."""
     if isinstance(study, LadderFile):
         return _quality_sentence(study, made)
+    if study.duel is not None:
+        return duel_sentence(study, study.duel, made)
     return _factor_sentence(study, made) if study.largest_harm_pct is None else _harm_sentence(study, made)
 
 
@@ -130,6 +138,7 @@ def study_text(study: Study, made: Mapping[str, Any], targets: Mapping[str, Targ
         parts, verdicts = _quality_parts(study, made, results, style), judge_ladder(study, made, targets)
     else:
         text_of = _factor_parts if study.largest_harm_pct is None else _harm_parts
+        text_of = text_of if study.duel is None else _duel_parts
         parts, verdicts = text_of(study, made, style), judge_study(study, made, targets)
     stated = verdict_table(verdicts, style) if verdicts else ""
     return "\n\n".join(part for part in (verdict_sentence(study, made), *parts, stated) if part)
@@ -147,6 +156,7 @@ def write_study(study: Study, made: Mapping[str, Any], targets: Mapping[str, Tar
     title = "Quality"
     if isinstance(study, StudyFile):
         title = "Time to loss" if study.largest_harm_pct is None else "Harm"
+        title = title if study.duel is None else "Two methods"
     parts = [
         f"# {title}: {study.description}", study_text(study, made, targets, results, MARKDOWN),
         made_by(("", record) for record in made.values()), "## Pictures",
@@ -348,6 +358,15 @@ def _harm_row(harm: SettingEffect, largest_pct: float) -> list[str]:
         f"{fmean(record.jumps for record in own):,.0f}", str(sum(record.rollbacks for record in own)),
         harm.method.description,
     ]  # fmt: skip
+
+
+# --- two methods ------------------------------------------------------------------------------------------------------
+
+
+def _duel_parts(study: StudyFile, made: Made, style: str) -> list[str]:
+    assert study.duel is not None, "a study of another kind"
+    registration = _registration(study, f"{study.target}. {study.stop_rule} {study.model.num_params:,} parameters.")
+    return [registration, duel_table(study, study.duel, made, style), _HOW_DUEL]
 
 
 # --- quality ----------------------------------------------------------------------------------------------------------
