@@ -8,6 +8,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -36,12 +37,15 @@ from hybridtrain.units import format_bytes, format_seconds
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
 from hybridvalidation.child import Child, run_side_by_side
 from hybridvalidation.experiment import begin_header
+from hybridvalidation.experiments.allocator_witness import AllocatorPeak, allocator_peak
 from hybridvalidation.records.asked import plan_figures
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import append_record, read_lines
 
 _FILE = "executed.jsonl"
+_WITNESSED_EVENTS = 20_000
+"""Most events of a run whose every op torch's profiler records: about 1 GB."""
 _Event = tuple[int, int, str, str, int]
 """(storage or ~storage, bytes, class, unit, step); step 0 is the construction of the model."""
 
@@ -105,6 +109,7 @@ class ExecutedRank:
     executed: TierPeaks
     planned: TierPeaks
     process_peak_bytes: int
+    allocator_peak_bytes: int = 0
     num_events: int
     difference: str
 
@@ -135,6 +140,8 @@ class ExecutedRun(Record):
     planned: TierPeaks
     process_peak_bytes: int
     """Peak resident memory of the process: tensors of all tiers but disk, Python, torch."""
+    allocator_peak_bytes: int = 0
+    """Peak of torch's CPU allocator by its own events, of runs with few of them; 0: not recorded."""
     num_events: int
     """Number of allocations and releases in the execution."""
     difference: str
@@ -254,6 +261,7 @@ def execute(spec: ExecuteSpec, corpus: Corpus, say: Callable[[str], None]) -> Ex
         seed=job.seed, corpus=corpus.name, corpus_digest=corpus.digest, build_s=heaviest.build_s,
         num_threads=torch.get_num_threads(), steps=heaviest.steps, executed=heaviest.executed, planned=heaviest.planned,
         process_peak_bytes=max(rank.process_peak_bytes for rank in ranks),
+        allocator_peak_bytes=heaviest.allocator_peak_bytes,
         num_events=sum(rank.num_events for rank in ranks),
         difference="; ".join(
             rank.difference if spec.world == 1 else f"rank {rank.rank}: {rank.difference}"
@@ -301,8 +309,10 @@ def _execute_rank(spec: ExecuteSpec, corpus: Corpus, group: Group, say: Callable
     _check_room(spec, planned.peaks)
     say(f"planned: {_peaks_text(planned.peaks)}; drawing {spec.shape.num_params:,} initial weights")
     transfer = DirectTransfer(torch.device("cpu"), disk_folder=spec.disk_folder, host_limit_bytes=spec.host_limit_bytes)
+    is_short = len(planned.trace.events) <= _WITNESSED_EVENTS
     try:
-        executed = _pass(spec, sampler, transfer, group, lambda step: say(_step_text(step, spec.num_steps)))
+        with allocator_peak() if is_short else nullcontext(AllocatorPeak()) as witness:
+            executed = _pass(spec, sampler, transfer, group, lambda step: say(_step_text(step, spec.num_steps)))
     finally:
         transfer.close()
     difference = first_difference(planned.trace, executed.trace)
@@ -314,7 +324,8 @@ def _execute_rank(spec: ExecuteSpec, corpus: Corpus, group: Group, say: Callable
             replace(step, planned_device_peak_bytes=plan.device_peak_bytes)
             for step, plan in zip(executed.steps, planned.steps, strict=True)
         ), executed=executed.peaks, planned=planned.peaks,
-        process_peak_bytes=read_process_memory().peak_rss_bytes, difference=difference,
+        process_peak_bytes=read_process_memory().peak_rss_bytes, allocator_peak_bytes=witness.num_bytes,
+        difference=difference,
     )  # fmt: skip
 
 
