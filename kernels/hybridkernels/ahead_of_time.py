@@ -14,7 +14,7 @@ from typing import Any
 
 KERNELS = (
     "adamw_int8", "flash_attention", "geglu", "int8_quantize", "linear_cross_entropy", "nf4", "rssm_gru",
-    "state_encoding", "swiglu",
+    "scaled_matmul", "state_encoding", "swiglu",
 )  # fmt: skip
 """Folders whose ``triton_kernel`` has ``compile_cases(capability)``."""
 CAPABILITIES = (80, 86, 89, 90, 120)
