@@ -54,8 +54,11 @@ class ModelRun:
     def arrange(self, plan: PhasePlan) -> None:
         """Set how attention is computed, and lay out the segments of blocks."""
         self.model.compute_attention(ATTENTION[plan.attention])
-        for linear in (module for module in self.model.blocks.modules() if isinstance(module, Linear)):
-            linear.is_ternary = plan.linear is LinearKind.TERNARY
+        last = len(self.model.blocks) - 1
+        for number, block in enumerate(self.model.blocks):
+            is_full = min(number, last - number) < plan.full_ends
+            for linear in (module for module in block.modules() if isinstance(module, Linear)):
+                linear.kind = LinearKind.FULL if is_full else plan.linear
         first, stop = self.part.blocks.start, self.part.blocks.stop
         plan = suited(plan, stop - first)
         self.first_kept = stop - plan.kept_blocks if plan.recompute_every else first

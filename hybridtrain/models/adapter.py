@@ -38,17 +38,16 @@ class Adapter(nn.Module):
         self.lora_b = nn.Parameter(torch.empty(out_features, rank, dtype=dtype))
         self.magnitude = nn.Parameter(torch.empty(out_features, dtype=dtype)) if learns_magnitude else None
 
-    def forward(self, x: Tensor, weight_FD: Tensor, bias_F: Tensor | None, *, computes_output: bool = True) -> Tensor:
+    def forward(self, x: Tensor, linear: Linear, *, computes_output: bool = True) -> Tensor:
         """Return (..., F): the output of matrix plus adapter for x."""
         dropped = dropout(x, self.probability, training=self.training)
         low = functional.linear(dropped, self.lora_a)
         if self.magnitude is None:
-            with widened(weight_FD, is_read=computes_output):
-                base = outputless_linear(x, weight_FD, bias_F, computes_output=computes_output)
+            base = linear.multiply(x, computes_output=computes_output)
             added = outputless_linear(low, self.lora_b, None, computes_output=computes_output)
             return base + added * self.scale
-        with widened(weight_FD):
-            base = functional.linear(x, weight_FD, bias_F)
+        with widened(linear.weight) as weight_FD:
+            base = functional.linear(x, weight_FD, linear.bias)
             share_F = self.magnitude / self.row_norms(weight_FD)
             plain = functional.linear(dropped, weight_FD)
         adapted: Tensor = base + (share_F - 1) * plain + share_F * functional.linear(low, self.lora_b) * self.scale

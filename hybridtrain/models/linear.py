@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hybridtrain.models.low_bit import low_bit_linear
 from hybridtrain.models.ternary import ternary_linear
 from hybridtrain.models.widening import widened
+from hybridtrain.plan.memory_plan import LinearKind
 
 
 class Linear(nn.Module):
@@ -19,15 +21,23 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
         self.adapter: nn.Module | None = None
         """The adapter of this layer (``models.adapter``)."""
-        self.is_ternary = False
+        self.kind = LinearKind.FULL
+        """Its arithmetic."""
 
     def forward(self, x: Tensor, *, computes_output: bool = True) -> Tensor:
         """Return (..., out_features); without ``computes_output`` values are undefined, but gradients are right."""
         if self.adapter is not None:
-            return self.adapter(x, self.weight, self.bias, computes_output=computes_output)  # type: ignore[no-any-return]
-        function = ternary_linear if self.is_ternary else outputless_linear
-        with widened(self.weight, is_read=self.is_ternary or computes_output) as weight:
-            return function(x, weight, self.bias, computes_output=computes_output)
+            return self.adapter(x, self, computes_output=computes_output)  # type: ignore[no-any-return]
+        return self.multiply(x, computes_output=computes_output)
+
+    def multiply(self, x: Tensor, *, computes_output: bool = True) -> Tensor:
+        """Return ``forward`` without the adapter."""
+        with widened(self.weight, is_read=self.kind is LinearKind.TERNARY or computes_output) as weight:
+            if self.kind is LinearKind.TERNARY:
+                return ternary_linear(x, weight, self.bias, computes_output=computes_output)
+            if self.kind is LinearKind.FULL:
+                return outputless_linear(x, weight, self.bias, computes_output=computes_output)
+            return low_bit_linear(x, weight, self.bias, kind=self.kind.value, computes_output=computes_output)
 
 
 def outputless_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, computes_output: bool) -> Tensor:
@@ -40,7 +50,7 @@ def outputless_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, compute
 
 def add_linear(residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
     """Return ``residual + linear(x)`` in one matmul, which avoids a pass over memory."""
-    if linear.adapter is not None or linear.is_ternary:
+    if linear.adapter is not None or linear.kind is not LinearKind.FULL:
         return residual + linear(x)  # type: ignore[no-any-return]
     assert linear.bias is None, "a bias beside the residual"
     with widened(linear.weight) as weight:

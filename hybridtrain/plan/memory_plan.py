@@ -44,6 +44,10 @@ class LinearKind(StrEnum):
     FULL = "full"
     TERNARY = "ternary"
     """-1, 0 or 1 times their mean magnitude, and activations in 8 bits (2402.17764)."""
+    INT8 = "int8"
+    """Both factors of each product in 8-bit integers, with a scale for each row."""
+    FLOAT8 = "float8"
+    """Likewise in 8-bit floats (e4m3)."""
 
 
 class WidenBy(StrEnum):
@@ -155,7 +159,8 @@ class PhasePlan:
     update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Device of the optimizer's arithmetic.")
     attention: Attention = added(Attention.FLASH, "flash: without storing the scores; unfused: separate ops.")
     linear: LinearKind = added(
-        LinearKind.FULL, "full: matrices as stored; ternary: rounded to three values when used (BitNet)."
+        LinearKind.FULL,
+        "full: matrices as stored; ternary: rounded to three values when used (BitNet); int8, float8: 8-bit products.",
     )
     zero_stage: int = added(
         0, "ZeRO stage. 1: state sharded over ranks; 2: gradients too; 3: weights too; 0: none.", least=0, most=3
@@ -169,6 +174,7 @@ class PhasePlan:
     history_tensors: int = added(0, "History tensors per parameter; 0 without a predictor.", least=0, most=16)
     async_restore: bool = added(True, "State offloaded in PREDICT returns in parallel to the next step.")
     restore_lookahead: int = added(0, "Predicted steps before the end of PREDICT at which it returns.", least=0)
+    full_ends: int = added(0, "Blocks at either end whose products stay in the compute dtype.", least=0)
     adapter_rank: int = added(
         0, "Rank of adapters beside frozen matrices; 0: all weights are trained.", least=0, most=2**16
     )
@@ -410,6 +416,8 @@ def _adapter_faults(plan: PhasePlan) -> Iterator[str]:
     """Yield a sentence for each plan value that adapters do not support."""
     if plan.linear is LinearKind.TERNARY:
         yield "linear: bitnet trains the matrices, which lora freezes; drop one of them."
+    if plan.linear is not LinearKind.FULL and plan.adapter_magnitude:
+        yield "linear: DoRA measures its matrices in the compute dtype; drop low_bit_matmul, or lora's magnitude."
     if plan.static_scales:
         yield "static_scales: lora freezes the matrices, whose scales never change; remove static_scales."
     if plan.compute_dtype is Codec.FLOAT32 and plan.master.codec is not Codec.ABSENT:
@@ -422,8 +430,8 @@ def _adapter_faults(plan: PhasePlan) -> Iterator[str]:
 # ---- from one phase to the next: what leaves what FULL trains as it is, to the bit
 
 _SAME_EVERYWHERE = (
-    "grad_accum_steps", "update_on", "linear", "zero_stage", "zero_prefetch", "pipeline_stages", "history_codec",
-    "history_tensors", *(item.name for item in fields(PhasePlan) if item.name.startswith("adapter_")),
+    "grad_accum_steps", "update_on", "linear", "full_ends", "zero_stage", "zero_prefetch", "pipeline_stages",
+    "history_codec", "history_tensors", *(item.name for item in fields(PhasePlan) if item.name.startswith("adapter_")),
 )  # fmt: skip
 _SAME_IN_STEPS = ("optim_state", *_SAME_EVERYWHERE)
 """Of phases with true steps; PREDICT puts optimizer state elsewhere."""

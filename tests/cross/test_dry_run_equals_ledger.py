@@ -21,6 +21,7 @@ from hybridtrain.optimizations import (
     Int8Optimizer,
     Int8Weights,
     Lora,
+    LowBitMatmul,
     MixedPrecision,
     Nf4Weights,
     OptimizerOffload,
@@ -68,6 +69,7 @@ STACKS: dict[str, list[Optimization]] = {
         GradAccumulation(grad_accum_steps=2, schedule="vertical"),
         ChunkedLoss(loss_chunk_tokens=16),
     ],
+    "low-bit": [LowBitMatmul(), MixedPrecision(), GradientCheckpointing(recompute_every=2)],
     "bitnet": [Bitnet(), MixedPrecision(), GradientCheckpointing(recompute_every=2)],
     "qlora": [Lora(), MixedPrecision(), Nf4Weights(), GradientCheckpointing(recompute_every=1), Int8Optimizer()],
 }

@@ -26,7 +26,7 @@ from hybridtrain.optimizations import (
     Zero,
 )
 from hybridtrain.plan.compose import Optimization, compose
-from hybridtrain.plan.memory_plan import WidenBy
+from hybridtrain.plan.memory_plan import LinearKind, WidenBy
 from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
@@ -260,7 +260,7 @@ def test_blocks_are_told_apart_by_all_that_decides_their_work() -> None:
         lambda b: b.eval(),
         lambda b: b.query.weight.requires_grad_(False),
         lambda b: setattr(b, "head_dim", 8),
-        lambda b: setattr(b.ffn_out, "is_ternary", True),
+        lambda b: setattr(b.ffn_out, "kind", LinearKind.TERNARY),
         lambda b: setattr(b.ffn_out, "adapter", nn.Identity()),
     ):
         changed = block()
