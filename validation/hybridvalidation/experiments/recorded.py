@@ -8,7 +8,7 @@ from enum import StrEnum
 from importlib import import_module
 from math import exp, log
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 from tabulate import tabulate
 
@@ -41,6 +41,8 @@ class Role(StrEnum):
     PREDICT = "predict"
     SEEN = "seen"
     """Not a blind prediction: the figure was known when code or recipe were written or changed."""
+    MENDED = "mended"
+    """Predicted blind, and its miss led to a change: the first plan counts as a prediction, later ones do not."""
     LEFT_OUT = "left_out"
     """Not planned, for the reason in ``why``."""
 
@@ -85,6 +87,8 @@ class Source:
     """Packages that planning requires."""
     seen: tuple[str, ...] = ()
     """Quantities of all predicted runs that were known when the planning code was fixed; the protocol explains."""
+    mended: tuple[str, ...] = ()
+    """Quantities of all predicted runs that were planned blind, and whose misses led to changes."""
     runs: tuple[RecordedRun, ...]
 
     def __post_init__(self) -> None:
@@ -95,7 +99,10 @@ class Source:
                 "runs: more than one has the role 'calibrate'; at most one run of a source may be used for fitting"
             )
         known = {quantity for run in self.runs for quantity in run.recorded}
-        faults += [f"seen: {unknown_name('quantity', name, sorted(known))}" for name in self.seen if name not in known]
+        faults += [
+            f"{role}: {unknown_name('quantity', name, sorted(known))}"
+            for role, names in (("seen", self.seen), ("mended", self.mended)) for name in names if name not in known
+        ]  # fmt: skip
         if faults:
             raise ValueError("\n".join(faults))
 
@@ -154,7 +161,12 @@ class Row:
     @property
     def is_predicted(self) -> bool:
         """Whether it is a prediction: neither used for fitting nor left out."""
-        return self.role in {Role.PREDICT, Role.SEEN}
+        return self.role in {Role.PREDICT, Role.MENDED, Role.SEEN}
+
+    @property
+    def first_error(self) -> float | None:
+        """The error of the oldest plan on record."""
+        return None if self.first is None else self.first / self.recorded - 1
 
     @property
     def error(self) -> float | None:
@@ -247,13 +259,15 @@ def rows_of(sources: Mapping[str, Source], planned: Iterable[PlannedRun]) -> lis
     """Return a row for each recorded figure, with the newest plan of its run."""
     plans = list(planned)
     newest = {record.key: record for record in plans}
-    oldest = {(plan.source, plan.run): plan.figures for plan in reversed(plans) if plan.outcome is Outcome.OK}
-    return [
-        _row(name, source, run, quantity, newest.get(job_of(name, source, run).key), oldest.get((name, run.id), {}))
-        for name, source in sources.items()
-        for run in source.runs
-        for quantity in run.recorded
-    ]
+    made = [plan for plan in reversed(plans) if plan.outcome is Outcome.OK]
+    oldest = {plan.key: plan.figures for plan in made} | {(plan.source, plan.run): plan.figures for plan in made}
+    rows = []
+    for name, source in sources.items():
+        for run in source.runs:
+            key = job_of(name, source, run).key  # runs with equal jobs share a plan
+            first = oldest.get((name, run.id), oldest.get(key, {}))
+            rows += [_row(name, source, run, quantity, newest.get(key), first) for quantity in run.recorded]
+    return rows
 
 
 def _row(
@@ -266,9 +280,11 @@ def _row(
         why = f"the plan failed: {record.message}"
     elif (planned := record.figures.get(quantity)) is None:
         why = "missing in the plan's figures"
-    is_seen = run.role is Role.PREDICT and quantity in source.seen
+    role = run.role
+    if role is Role.PREDICT:
+        role = Role.SEEN if quantity in source.seen else Role.MENDED if quantity in source.mended else role
     return Row(
-        source=name, id=run.id, quantity=quantity, role=Role.SEEN if is_seen else run.role,
+        source=name, id=run.id, quantity=quantity, role=role,
         recorded=run.recorded[quantity], planned=planned, first=oldest.get(quantity), why=run.why or why,
     )  # fmt: skip
 
@@ -307,11 +323,6 @@ class PeakScore:
         """Mean of the errors."""
         return mean(self.errors)
 
-    @property
-    def median(self) -> float:
-        """Median of the errors."""
-        return median(self.errors)
-
 
 def peak_scores(rows: Iterable[Row], role: Role = Role.PREDICT) -> list[PeakScore]:
     """Return the errors of peaks of one role by publication: files that share a name up to a dash are one."""
@@ -330,7 +341,7 @@ def _peak_score(name: str, rows: Sequence[Row]) -> PeakScore:
     for row in rows:
         others = [log(one.recorded) for one in rows if one is not row and one.quantity == row.quantity]
         nulls += [abs(exp(mean(others)) / row.recorded - 1)] if others else []
-    first = [abs(row.first / row.recorded - 1) for row in rows if row.first]
+    first = [abs(row.first_error) for row in rows if row.first_error is not None]
     return PeakScore(
         name=name, errors=tuple(abs(row.error or 0.0) for row in rows),
         worst=max(rows, key=lambda row: abs(row.error or 0.0)), null=mean(nulls) if nulls else None,
@@ -349,12 +360,12 @@ def score_table(rows: Sequence[Row], style: str) -> str:
     table = [
         [
             score.source, score.quantity.replace("_", " "), str(score.count),
-            "yes" if score.worst.role is Role.SEEN else "", f"{100 * score.mean_error:+.2f} %",
+            "" if score.worst.role is Role.PREDICT else score.worst.role.value, f"{100 * score.mean_error:+.2f} %",
             f"{100 * score.mean_absolute:.2f} %", f"{100 * (score.worst.error or 0):+.2f} % ({score.worst.id})",
         ]
         for score in scores(rows)
     ]  # fmt: skip
-    headers = ("source", "quantity", "predicted", "seen before", "mean error", "mean absolute", "worst")
+    headers = ("source", "quantity", "predicted", "since", "mean error", "mean absolute", "worst")
     return tabulate(table, headers=headers, tablefmt=style, disable_numparse=True)
 
 

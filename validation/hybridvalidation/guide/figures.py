@@ -19,7 +19,6 @@ from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.planning.time_error import TIME_ERROR
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count
-from hybridvalidation.experiments.recorded import peak_scores
 from hybridvalidation.guide.departures import defaults_table, names_table
 from hybridvalidation.guide.models import architectures, recommendations, training_options
 from hybridvalidation.guide.reference import api_errors, api_names, commands, file_settings, optimizers
@@ -27,7 +26,7 @@ from hybridvalidation.guide.techniques import catalogue, page_example, step_tabl
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.atlas import cells_table
-from hybridvalidation.show.pages.recorded import mean_of_publications
+from hybridvalidation.show.pages.recorded import blind_scores, first_error
 from hybridvalidation.show.pages.scenario import summary_table
 from hybridvalidation.show.pages.targets import all_targets
 from hybridvalidation.show.report import stale_pages
@@ -48,11 +47,10 @@ class Figures(Results):
 
     def trust(self) -> str:
         """Return a sentence each on how far memory, speed and quality are to be trusted."""
-        peaks = peak_scores(self.published)
-        mean_error = 100 * (mean_of_publications(peaks) or 0.0)
+        peaks = blind_scores(self.published)
         memory = (
-            f"{sum(len(one.errors) for one in peaks)} peaks that {len(peaks)} publications measured on CUDA: mean "
-            f"error {mean_error:.1f} %, each publication the same"
+            f"{sum(len(one.errors) for one in peaks)} peaks that {len(peaks)} publications measured on CUDA, planned "
+            f"blind: mean error {100 * (first_error(peaks) or 0.0):.0f} %"
         )
         rows = {
             "Memory": (memory, "each", "results/tables/recorded.md"),

@@ -66,7 +66,7 @@ def _standing(target: Target, verdicts: Sequence[Verdict]) -> Verdict:
         return replace(judge_metric(target, "", None), reason="judged nowhere.", because="judged nowhere")
     weight = max(map(_weight, known))
     counting = [verdict for verdict in known if _weight(verdict) == weight]
-    worst = max(counting, key=lambda verdict: _BEST_FIRST.index(verdict.status))
+    worst = max(counting, key=lambda verdict: (_BEST_FIRST.index(verdict.status), -verdict.margin))
     others, places = [verdict for verdict in known if verdict is not worst], dict[Status, list[str]]()
     for other in others:
         places.setdefault(other.status, []).append(f"{other.stack} in {other.place}")

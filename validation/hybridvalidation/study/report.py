@@ -422,8 +422,7 @@ def _progress(ladder: LadderFile, made: LadderMade, style: str) -> str:
         hours = sum(record.cpu_seconds for record in made.values() if record.run.rung == size.name) / 3600
         num_own, again = len(ladder.configurations_at(size)), "-"
         total, count = num_own * len(size.seeds), _num_made(ladder, made, size)
-        if count == total and size.more_seeds:
-            owed = [run_key(ladder, run) for run in more_runs(ladder, made, size)]
+        if size.more_seeds and (owed := [run_key(ladder, run) for run in more_runs(ladder, made, size)]):
             again = f"{sum(key in made for key in owed)} of {len(owed)}"
         rows.append([
             size.name, f"{size.model.num_params:,}", f"{size.tokens_per_param:.0f}", f"{count} of {total}", again,
