@@ -41,7 +41,13 @@ TRAFFIC: Mapping[tuple[str, str], tuple[float, float]] = {
 }  # fmt: skip
 """Tensors of the shape that are read or written forward and backward, by op and software (empty: any). Kernels that are
 not here are several with unknown traffic, or none of a decoder's step, and are neither fitted nor predicted."""
-_BY_CLASS = {"normalization": "norm", "softmax": "softmax", "loss": "cross_entropy", "reduction": "aten.sum", "quantize": "nf4"}
+_BY_CLASS = {
+    "normalization": "norm",
+    "softmax": "softmax",
+    "loss": "cross_entropy",
+    "reduction": "aten.sum",
+    "quantize": "nf4",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class Timed:
         if self.kind.startswith("attention"):
             curves = replace(curves, attention=getattr(curves, self.kind))
         times = KernelTimes(self.card, curves)
-        return log(sum(max(times.seconds(op)) for op in self.ops) / self.time.seconds)
+        return log(sum(max(times.seconds(op)[:2]) for op in self.ops) / self.time.seconds)
 
 
 def ops_of(time: KernelTime) -> tuple[OpRecord, ...]:
@@ -82,7 +88,11 @@ def ops_of(time: KernelTime) -> tuple[OpRecord, ...]:
     passes = ("forward", "backward") if time.passes == "both" else (time.passes,)
     if time.dtype not in DTYPES and time.kind != "optimizer":
         return ()
-    name, shape, size = f"{_BY_CLASS.get(time.kind, time.kind)}.{time.op}", None, {"fp32": 4, "fp64": 8}.get(time.dtype, 2)
+    name, shape, size = (
+        f"{_BY_CLASS.get(time.kind, time.kind)}.{time.op}",
+        None,
+        {"fp32": 4, "fp64": 8}.get(time.dtype, 2),
+    )
     work = dict.fromkeys(passes, (0, time.least_bytes))
     if time.kind == "gemm":
         if "dequantize" in time.op or "grouped" in time.op:
@@ -312,10 +322,13 @@ def main() -> None:
     print(fitted.shared)
     for name, found in fitted.pooled.items():
         print(name, {scope: round(exp(value), 3) for scope, value in sorted(found.items())})
-    print("fit"); table([t for t in fitting if is_long(t)], fitted, lambda t: (t.kind, t.time.source))
+    print("fit")
+    table([t for t in fitting if is_long(t)], fitted, lambda t: (t.kind, t.time.source))
     left = [t for t in rows if t.role == "left out"]
-    print("left out, long"); table([t for t in left if is_long(t)], fitted, lambda t: (t.kind, t.time.source))
-    print("left out, other"); table([t for t in left if not is_long(t)], fitted, lambda t: (t.kind, t.time.source))
+    print("left out, long")
+    table([t for t in left if is_long(t)], fitted, lambda t: (t.kind, t.time.source))
+    print("left out, other")
+    table([t for t in left if not is_long(t)], fitted, lambda t: (t.kind, t.time.source))
     long = [t for t in left if is_long(t)]
     print(len(long), fmean(abs(t.error(fitted.curves(t.card))) for t in long))
 

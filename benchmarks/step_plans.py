@@ -49,7 +49,10 @@ class Recipe:
     @property
     def stack(self) -> list[Optimization]:
         """The recipe in our terms, with one micro-batch."""
-        stack: list[Optimization] = [MixedPrecision(master="absent"), GradAccumulation(grad_accum_steps=1, accumulator="bfloat16")]
+        stack: list[Optimization] = [
+            MixedPrecision(master="absent"),
+            GradAccumulation(grad_accum_steps=1, accumulator="bfloat16"),
+        ]
         if self.is_checkpointed:
             stack.append(GradientCheckpointing(recompute_every=1))
         if self.method in {"lora", "qlora"}:

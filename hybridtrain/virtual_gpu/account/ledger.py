@@ -55,8 +55,8 @@ class OpRecord:
     waits: tuple[int, ...] = ()
     """Numbers of earlier ops on other lanes that must complete first."""
     shape: tuple[int, int, int] | None = None
-    """Rows, columns and inner dimension of a matmul, rows of a batch added; heads of all sequences, length and head size
-    of attention."""
+    """Rows, columns and inner dimension of a matmul, rows of a batch added. Of attention heads of all sequences, length
+    and head size."""
     link_seconds: float = 0.0
     """Seconds that a collective occupies the link."""
 

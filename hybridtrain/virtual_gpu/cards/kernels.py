@@ -3,11 +3,14 @@
 A product of M x K and K x N takes ``gemm * K / (K + inner_half) * W / (W + waves_half)`` of the peak, W being its tiles
 of 128 x 128 for each multiprocessor: a tile's pipeline fills and drains once per K, and the last wave of tiles is not
 full (NVIDIA, "Matrix Multiplication Background User's Guide"). One narrower than a tensor core's 16 rows or columns is
-read, not multiplied, in time: neither term holds for it. Attention takes ``attention * T / (T + length_half) * H / (H +
-(head_half * P))``, T being the keys of a query on average, H the size of a head and P the peak of a multiprocessor in
-TFLOP/s: exponentials, one a score, go at a rate that has not grown with the tensor cores'. Backward reaches ``backward``
-of that. All other classes move bytes, at ``memory`` of the card's
-bandwidth times a share of their class. No kernel is shorter than ``kernel_seconds``.
+read, not multiplied, in time: neither term holds for it. Without tensor cores the inner dimension does not matter.
+
+Attention takes ``attention * T / (T + length_half) * H / (H + head_half * P)``, T being the keys of a query on average,
+H the size of a head, P the peak of a multiprocessor in TFLOP/s: exponentials, one a score, have not become faster with
+the tensor cores. Backward reaches ``backward`` of that.
+
+All other classes move bytes, at ``memory`` of the card's bandwidth times a share of their class. No kernel is shorter
+than ``kernel_seconds``.
 
 An op whose operands are few finds them where the op before left them, in the second-level cache: up to a quarter of it,
 ``cached`` times the rate of device memory.
@@ -19,7 +22,7 @@ time over its estimate.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, lru_cache
+from functools import cache
 
 from hybridtrain.config.decode import decode
 from hybridtrain.units import MIB
@@ -99,17 +102,18 @@ class Curves:
         raise_faults(figure_faults(self, above_0=[name for name in shares if name not in zero], at_least_0=zero))
 
 
-@cache
 def curves_of(card: Card) -> Curves:
     """Return what a card's kernels reach: by its own figures, where it has none its generation's, else of all cards."""
-    known = tables("kernel_curves.toml")
-    joined: dict[str, object] = {}
-    spread: dict[str, float] = {}
-    for scope in ("all", card.generation, card.name):
-        table = known.get(scope, {})
-        spread |= table.get("spread", {})
-        joined |= table
-    return decode(Curves, joined | {"spread": spread}, source=f"kernel_curves.toml: {card.name}")
+    return curves_in("all", card.generation, card.name)
+
+
+@cache
+def curves_in(*scopes: str) -> Curves:
+    """Return the figures of tables of kernel_curves.toml, a later one before an earlier one."""
+    known = [tables("kernel_curves.toml").get(scope, {}) for scope in scopes]
+    joined = {name: value for table in known for name, value in table.items()}
+    spread = {name: value for table in known for name, value in table.get("spread", {}).items()}
+    return decode(Curves, joined | {"spread": spread}, source=f"kernel_curves.toml: {', '.join(scopes)}")
 
 
 _GATHERS = ("embedding", "gather", "scatter", "index")
@@ -118,22 +122,20 @@ _REDUCTIONS = ("aten.sum", "aten.mean", "aten.amax", "aten.max", "foreach_norm",
 _QUANTIZES = ("nf4", "quantize", "int8")
 
 
-@lru_cache(maxsize=4096)
-def kernel_of(name: str, *, is_product: bool, is_update: bool) -> Kernel:
-    """Return the class of an op by its name."""
-    if is_product:
-        return Kernel.ATTENTION if "attention" in name else Kernel.GEMM
-    named = {
-        Kernel.REDUCTION: _REDUCTIONS, Kernel.LOSS: _LOSSES, Kernel.GATHER: _GATHERS, Kernel.QUANTIZE: _QUANTIZES,
-        Kernel.NORMALIZATION: ("norm",),
-    }  # fmt: skip
-    found = (kind for kind, parts in named.items() if any(part in name for part in parts))
-    return Kernel.OPTIMIZER if is_update else next(found, Kernel.ELEMENTWISE)
+_NAMED = {
+    Kernel.REDUCTION: _REDUCTIONS, Kernel.LOSS: _LOSSES, Kernel.GATHER: _GATHERS, Kernel.QUANTIZE: _QUANTIZES,
+    Kernel.NORMALIZATION: ("norm",),
+}  # fmt: skip
 
 
 def class_of(op: OpRecord) -> Kernel:
-    """Return the class of an op."""
-    return kernel_of(op.name, is_product=op.flops > 0, is_update=op.stage is Stage.UPDATE)
+    """Return the class of an op: by its arithmetic, its stage, else its name."""
+    if op.flops:
+        return Kernel.ATTENTION if "attention" in op.name else Kernel.GEMM
+    if op.stage is Stage.UPDATE:
+        return Kernel.OPTIMIZER
+    found = (kind for kind, parts in _NAMED.items() if any(part in op.name for part in parts))
+    return next(found, Kernel.ELEMENTWISE)
 
 
 _TILE = 128 * 128
@@ -151,19 +153,20 @@ class KernelTimes:
         self._is_slow_attention = not card.has_bfloat16_tensor_cores
         self._bandwidth = card.memory_bytes_per_second * curves.memory
         self._cached_bytes = card.l2_mib * MIB // _CACHED_SHARE
-        self._known: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._known: dict[tuple[object, ...], tuple[float, float, str]] = {}
 
-    def seconds(self, op: OpRecord, taken: float = 0.0) -> tuple[float, float]:
-        """Return the seconds of an op's arithmetic and of its traffic, of which the longer one counts.
+    def seconds(self, op: OpRecord, taken: float = 0.0) -> tuple[float, float, str]:
+        """Return the seconds of an op's arithmetic and of its traffic, of which the longer one counts, and its class.
 
         Args:
             op: The op.
             taken: Of the bandwidth, by copies that run meanwhile, in bytes/s.
         """
-        key = (op.name, op.flops, op.bytes_moved, op.dtype, op.shape, op.stage is Stage.UPDATE, taken)
+        key = (op.name, op.bytes_moved, op.shape, op.dtype, op.flops, op.stage is Stage.UPDATE, taken)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = (self._arithmetic(op) if op.flops else 0.0, self._traffic(op, taken))
+            compute = self._arithmetic(op) if op.flops else 0.0
+            found = self._known[key] = compute, self._traffic(op, taken), class_of(op).value
         return found
 
     def memory_rate(self, num_bytes: int, taken: float = 0.0) -> float:
@@ -190,7 +193,9 @@ class KernelTimes:
             if op.shape is not None:
                 heads, length, width = op.shape
                 keys = op.flops / (heads * length * width * (10 if is_back else 4))
-                share *= keys / (keys + curves.length_half) * width / (width + curves.head_half * peak / self._sms / 1e12)
+                share *= (
+                    keys / (keys + curves.length_half) * width / (width + curves.head_half * peak / self._sms / 1e12)
+                )
             return op.flops / (peak * share)
         by_dtype = {"float32": curves.gemm_float32, "float8_e4m3fn": curves.gemm_float8}
         share = by_dtype.get(op.dtype, curves.gemm)
@@ -203,4 +208,3 @@ class KernelTimes:
 
     def _peak(self, op: OpRecord) -> float:
         return self._flops.get(op.dtype, self._flops["float32"])
-

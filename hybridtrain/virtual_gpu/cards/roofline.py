@@ -21,7 +21,7 @@ from hybridtrain.virtual_gpu.account.ledger import OpRecord
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.cards.catalogue import read_catalogue
-from hybridtrain.virtual_gpu.cards.kernels import Curves, Kernel, KernelTimes, class_of, curves_of
+from hybridtrain.virtual_gpu.cards.kernels import Curves, Kernel, KernelTimes, curves_of
 
 
 class Bottleneck(StrEnum):
@@ -45,7 +45,7 @@ class Bottleneck(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedAccuracy:
-    """The error of estimated seconds against recorded ones that were left out of the fit: the logarithm of their ratio."""
+    """The error of estimated seconds of steps that were left out of the fit: over the recorded ones, less 1."""
 
     runs: int
     sources: int
@@ -153,7 +153,7 @@ def estimate_step(
     ends: list[float] = []
     causes: list[Bottleneck] = []
     timed: list[TimedOp] = []
-    by_kernel: defaultdict[Kernel, float] = defaultdict(float)
+    by_kernel: defaultdict[str, float] = defaultdict(float)
     flops = bytes_moved = 0
     for op in ops:
         start, waited_for = clocks[op.lane], None
@@ -165,13 +165,12 @@ def estimate_step(
                 start, waited_for = issued, Bottleneck.MEMORY
             issued += rates.launch
         beside = [lane for lane in _HOST_LANES if lane is not op.lane and clocks[lane] > start]
-        duration, bound = rates.duration(op, beside)
+        duration, bound, kernel = rates.duration(op, beside)
         if op.lane is Lane.COMPUTE:
             if waited_for is not None:
                 by_bound[waited_for] += start - clocks[op.lane]
             by_bound[bound] += duration
-            if duration:
-                by_kernel[class_of(op)] += duration
+            by_kernel[kernel] += duration
             flops += op.flops
             bytes_moved += op.bytes_moved
         is_held_up = waited_for not in {None, Bottleneck.COMPUTE, Bottleneck.MEMORY, Bottleneck.OPTIMIZER}
@@ -192,6 +191,7 @@ def estimate_step(
 
 _COPIES = (Lane.COPY_IN, Lane.COPY_OUT)
 _HOST_LANES = (*_COPIES, Lane.HOST)
+_OTHER = Kernel.ELEMENTWISE.value
 
 
 class Rates:
@@ -204,27 +204,29 @@ class Rates:
         self.launch = curves.launch_seconds
         self.bus = card.bus_bytes_per_second * curves.bus
 
-    def duration(self, op: OpRecord, beside: Sequence[Lane]) -> tuple[float, Bottleneck]:
-        """Return the seconds for which an op occupies its lane, and its bottleneck.
+    def duration(self, op: OpRecord, beside: Sequence[Lane]) -> tuple[float, Bottleneck, str]:
+        """Return the seconds for which an op occupies its lane, its bottleneck, and the class of its kernel.
 
         Args:
             op: The op.
             beside: Other lanes that use host memory meanwhile.
         """
-        least, taken = self._curves.kernel_seconds, self.bus * sum(lane in _COPIES for lane in beside)
+        least = self._curves.kernel_seconds
+        taken = self.bus * sum(lane in _COPIES for lane in beside) if beside else 0.0
         if op.lane is Lane.LINK:
             memory = op.bytes_moved / self._kernels.memory_rate(op.bytes_moved, taken)
-            return max(op.link_seconds, memory, least), Bottleneck.LINK
+            return max(op.link_seconds, memory, least), Bottleneck.LINK, _OTHER
         if op.lane is not Lane.COMPUTE:
-            return max(op.bytes_moved / self._rate(op.lane, beside), least), _BOUND_OF_LANE[op.lane]
+            seconds = max(op.bytes_moved / self._rate(op.lane, beside), least)
+            return seconds, _BOUND_OF_LANE[op.lane], _OTHER
         if not op.bytes_moved:
-            return 0.0, Bottleneck.MEMORY
-        compute, memory = self._kernels.seconds(op, taken)
+            return 0.0, Bottleneck.MEMORY, _OTHER
+        compute, memory, kernel = self._kernels.seconds(op, taken)
         if op.stage is Stage.UPDATE:
-            return max(compute, memory), Bottleneck.OPTIMIZER
-        return max(compute, memory), Bottleneck.COMPUTE if compute >= memory else Bottleneck.MEMORY
+            return max(compute, memory), Bottleneck.OPTIMIZER, kernel
+        return max(compute, memory), Bottleneck.COMPUTE if compute >= memory else Bottleneck.MEMORY, kernel
 
-    def spread(self, by_kernel: Mapping[Kernel, float], seconds: float) -> float:
+    def spread(self, by_kernel: Mapping[str, float], seconds: float) -> float:
         """Return the spread of a step: each class errs by itself, for its part of the seconds; waiting as a whole."""
         waits = max(seconds - sum(by_kernel.values()), 0.0) / (seconds or 1.0)
         parts = (part / (seconds or 1.0) * self._curves.spread[kernel] for kernel, part in by_kernel.items())
