@@ -3,13 +3,12 @@
 ``python benchmarks/kernel_curves.py`` reads kernel_times/ and writes hybridtrain/virtual_gpu/cards/kernel_curves.toml.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import exp, log, prod
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from kernel_times import KernelTime, bounding_card, load_sources, load_times
 from scipy.optimize import minimize
@@ -29,13 +28,15 @@ FLASH = {
 }  # fmt: skip
 """Curve by software of attention."""
 TRAFFIC: Mapping[tuple[str, str], tuple[float, float]] = {
-    ("fill", ""): (1, 0), ("reduce_read", ""): (1, 0), ("scale", ""): (2, 0), ("triad", ""): (3, 0), ("add", ""): (3, 0),
+    ("fill", ""): (1, 0), ("reduce_read", ""): (1, 0), ("scale", ""): (2, 0), ("triad", ""): (3, 0),
+    ("add", ""): (3, 0),
     ("mul_scalar", ""): (2, 0), ("relu", ""): (2, 0), ("gelu", ""): (2, 0), ("gelu_tanh", ""): (2, 0),
     ("sigmoid", ""): (2, 0), ("tanh", ""): (2, 0), ("swish_2_kernels", ""): (5, 0), ("gelu_new_8_kernels", ""): (18, 0),
     ("silu_mul", "eager"): (5, 0), ("silu_mul", "Liger"): (3, 0), ("relu_squared", "eager"): (4, 10),
     ("relu_squared", "Liger"): (2, 3), ("rope", "Liger"): (2, 2), ("layer_norm", ""): (2, 3),
     ("rms_norm", "Liger"): (2, 3), ("rms_norm", "cuDNN"): (2, 3), ("rms_norm", "fused (torch.nn.RMSNorm)"): (2, 3),
-    ("softmax", "eager"): (2, 3), ("log_softmax", "eager"): (2, 3), ("cross_entropy", "eager"): (2, 5), ("sum", ""): (1, 0),
+    ("softmax", "eager"): (2, 3), ("log_softmax", "eager"): (2, 3), ("cross_entropy", "eager"): (2, 5),
+    ("sum", ""): (1, 0),
     ("max", ""): (1, 0), ("argmax", ""): (1, 0), ("cumsum", ""): (2, 0), ("quantize_rowwise", ""): (1.5, 0),
     ("dequantize_nf4", ""): (1.27, 0), ("adamw", "fused"): (7, 0), ("adam", "fused"): (7, 0),
 }  # fmt: skip
@@ -112,9 +113,9 @@ def ops_of(time: KernelTime) -> tuple[OpRecord, ...]:
     else:
         tensors = TRAFFIC.get((time.op, time.software)) or TRAFFIC.get((time.op, ""))
         is_odd = time.kind == "normalization" and (len(time.shape) > 2 or not 64 <= time.shape[-1] <= 2**17)
-        if tensors is None or is_odd or (time.op == "cross_entropy" and time.dtype != "fp32"):
-            return ()
-        if time.source == "gpu-benches" and "1024" not in time.note:  # blocks that leave the card empty
+        is_odd |= time.op == "cross_entropy" and time.dtype != "fp32"
+        is_odd |= time.source == "gpu-benches" and "1024" not in time.note  # blocks that leave the card empty
+        if tensors is None or is_odd:
             return ()
         work = {one: (0, round(tensors[one == "backward"] * prod(time.shape) * size)) for one in passes}
     stage = Stage.UPDATE if time.kind == "optimizer" else Stage.FORWARD
@@ -187,12 +188,12 @@ def look_up(pooled: Pooled, card: Card) -> float:
 
 
 BASE = Curves(
-    gemm=1.0, gemm_float32=1.0, gemm_float8=1.0, inner_half=100.0, waves_half=0.3, attention=1.0, attention_new=1.0, attention_old=1.0,
-    backward=0.8, length_half=0.0, head_half=1.0, memory=1.0, normalization=1.0, normalization_backward=1.0, loss=1.0, reduction=1.0, gather=1.0,
-    quantize=1.0, optimizer=1.0, cached=2.1, bus=0.80, launch_seconds=4e-6, kernel_seconds=2e-6,
-    spread=dict.fromkeys(Kernel, 0.0),
+    gemm=1.0, gemm_float32=1.0, gemm_float8=1.0, inner_half=100.0, waves_half=0.3, attention=1.0, attention_new=1.0,
+    attention_old=1.0, backward=0.8, length_half=0.0, head_half=1.0, memory=1.0, normalization=1.0,
+    normalization_backward=1.0, loss=1.0, reduction=1.0, gather=1.0, quantize=1.0, optimizer=1.0, cached=2.1, bus=0.80,
+    launch_seconds=4e-6, kernel_seconds=2e-6, spread=dict.fromkeys(Kernel, 0.0),
 )  # fmt: skip
-"""Peak rates; the last four are assumed, or were before."""
+"""Peak rates; cached, bus and kernel_seconds are assumed and shipped."""
 
 
 @dataclass(slots=True)
@@ -213,68 +214,73 @@ class Fit:
 
 
 ATTENTION = ("attention", "attention_new", "attention_old")
-BY_CARD = ("gemm", "gemm_float32", "memory", *ATTENTION)
 LIKE_AMPERE = ("8.6", "8.6 GeForce", "8.9", "8.9 GeForce", "12.0", "12.0 GeForce")
 CLASSES = ("normalization", "normalization_backward", "loss", "reduction", "gather", "quantize", "optimizer")
 
 
+def least(lost: Callable[[Sequence[float]], float], start: Sequence[float]) -> list[float]:
+    """Return positive figures for which the loss is least, sought from ``start`` on a logarithmic scale."""
+
+    def of_logs(logs: Sequence[float]) -> float:
+        return lost([exp(min(max(value, -5.0), 8.0)) for value in logs])
+
+    found = minimize(of_logs, [log(value) for value in start], method="Nelder-Mead", options={"maxiter": 80}).x
+    return [exp(min(max(value, -5.0), 8.0)) for value in found]
+
+
+def scattered(rows: Sequence[Timed], base: Curves) -> list[float]:
+    """Return by how much each time is off from its card's share."""
+    errors = [(timed.card, timed.error(base)) for timed in rows]
+    pooled = pool(errors)
+    return [abs(error - look_up(pooled, card)) for card, error in errors]
+
+
 def fit(rows: Sequence[Timed]) -> Fit:
-    """Return curves fitted on long times, each card and source alike."""
-    rows = [timed for timed in rows if is_long(timed)]
+    """Return curves fitted on long times: first the bends that all cards share, then each card's share."""
     by_kind: defaultdict[str, list[Timed]] = defaultdict(list)
     for timed in rows:
-        by_kind[timed.kind].append(timed)
+        if is_long(timed):
+            by_kind[timed.kind].append(timed)
     fitted = Fit({}, {})
 
-    def shares(kind: str, curves: Callable[[Card], Curves]) -> Pooled:
-        return pool((timed.card, timed.error(curves(timed.card))) for timed in by_kind[kind])
+    def shares(kind: str) -> Pooled:
+        return pool((timed.card, timed.error(fitted.curves(timed.card))) for timed in by_kind[kind])
 
-    def scatter(values: Any) -> float:
-        inner, waves = (exp(min(max(value, -5.0), 8.0)) for value in values)
-        base = replace(BASE, inner_half=inner, waves_half=waves)
+    def lost_by_products(values: Sequence[float]) -> float:
         lost = 0.0
         for kind in ("gemm", "gemm_float32"):
-            errors = [(timed, timed.error(base)) for timed in by_kind[kind]]
-            pooled = pool((timed.card, error) for timed, error in errors)
             of_source: defaultdict[str, list[float]] = defaultdict(list)
-            for timed, error in errors:
-                of_source[timed.time.source].append(min(abs(error - look_up(pooled, timed.card)), 0.5))
+            far = scattered(by_kind[kind], replace(BASE, inner_half=values[0], waves_half=values[1]))
+            for timed, off in zip(by_kind[kind], far, strict=True):
+                of_source[timed.time.source].append(min(off, 0.5))
             lost += fmean(map(fmean, of_source.values()))
         return lost
 
-    if by_kind["gemm"] and by_kind["gemm_float32"]:
-        best = minimize(scatter, [log(100.0), log(0.3)], method="Nelder-Mead", options={"maxiter": 60}).x
-        fitted.shared |= {"inner_half": exp(best[0]), "waves_half": exp(best[1])}
-    for kind in ("gemm", "gemm_float32", "memory"):
-        fitted.pooled[kind] = shares(kind, fitted.curves)
+    def lost_by_attention(values: Sequence[float]) -> float:
+        base = replace(BASE, length_half=values[0], head_half=values[1], backward=min(values[2], 1.0))
+        return fmean(off for kind in ATTENTION for off in scattered(by_kind[kind], base))
+
+    fitted.shared |= dict(zip(("inner_half", "waves_half"), least(lost_by_products, [100.0, 0.3]), strict=True))
+    fitted.pooled |= {kind: shares(kind) for kind in ("gemm", "gemm_float32", "memory")}
+    bends = least(lost_by_attention, [200.0, 10.0, 0.8])
+    fitted.shared |= dict(zip(("length_half", "head_half", "backward"), [*bends[:2], min(bends[2], 1.0)], strict=True))
+    fitted.pooled |= {kind: shares(kind) for kind in ATTENTION}
+    _lend_attention(fitted.pooled)
     eight = [t.error(replace(c := fitted.curves(t.card), gemm_float8=c.gemm)) for t in by_kind["gemm_float8"]]
-    fitted.float8 = exp(median(eight)) if eight else 1.0
-    flash = [(kind, timed) for kind in ATTENTION for timed in by_kind[kind]]
-
-    def bent(values: Any) -> float:
-        length, head, back = (exp(min(max(value, -5.0), 7.0)) for value in values)
-        base = replace(BASE, length_half=length, head_half=head, backward=min(back, 1.0))
-        errors = [(kind, timed, timed.error(base)) for kind, timed in flash]
-        pooled = {kind: pool((t.card, e) for k, t, e in errors if k == kind) for kind, _ in flash}
-        return fmean(abs(error - look_up(pooled[kind], timed.card)) for kind, timed, error in errors)
-
-    if flash:
-        best = minimize(bent, [log(200.0), log(10.0), log(0.8)], method="Nelder-Mead", options={"maxiter": 80}).x
-        fitted.shared |= {"length_half": exp(best[0]), "head_half": exp(best[1]), "backward": min(exp(best[2]), 1.0)}
-    for kind in ATTENTION:
-        if by_kind[kind]:
-            fitted.pooled[kind] = shares(kind, fitted.curves)
-            if "8.0" in fitted.pooled[kind]:  # the same instructions and the same kernel
-                fitted.pooled[kind] |= dict.fromkeys(LIKE_AMPERE, fitted.pooled[kind]["8.0"])
-    flash = fitted.pooled.get("attention", {})
-    if "9.0" in flash:  # the old instructions have not become faster there: the same TFLOP/s
-        b200, h100 = (find_card(name).tflops_bf16 for name in ("b200", "h100-sxm"))
-        flash |= dict.fromkeys(("10.0", "10.3"), flash["9.0"] + log(h100 / b200))
+    fitted.float8 = exp(median(eight))
     for kind in CLASSES:
-        if by_kind[kind]:
-            found = pool((timed.card, timed.error(fitted.curves(timed.card))) for timed in by_kind[kind])
-            fitted.shared[kind] = exp(found["all"])
+        fitted.shared[kind] = exp(shares(kind)["all"])
     return fitted
+
+
+def _lend_attention(pooled: dict[str, Pooled]) -> None:
+    """Give generations without times those of the instructions that the same kernel uses there."""
+    for kind in ATTENTION:
+        if "8.0" in pooled[kind]:
+            pooled[kind] |= dict.fromkeys(LIKE_AMPERE, pooled[kind]["8.0"])
+    b200, h100 = (find_card(name).tflops_bf16 for name in ("b200", "h100-sxm"))
+    old = pooled["attention"]["9.0"] + log(h100 / b200)  # the same TFLOP/s: these instructions have not become faster
+    pooled["attention"] |= dict.fromkeys(("10.0", "10.3"), old)
 
 
 def spreads(rows: Sequence[Timed], fitted: Fit) -> dict[str, dict[str, float]]:

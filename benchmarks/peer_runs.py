@@ -37,8 +37,8 @@ from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.account.ledger import OpRecord
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
-from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.cards.kernels import Curves
+from hybridtrain.virtual_gpu.cards.links import World
 from hybridtrain.virtual_gpu.cards.roofline import StepTime, estimate_step
 
 SHORT = 2

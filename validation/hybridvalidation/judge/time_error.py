@@ -7,7 +7,7 @@ from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 from hybridvalidation.judge.statistics import Interval
 
-LEAST_WAITING, MOST_WAITING = 0.05, 0.18
+LEAST_WAITING, MOST_WAITING = 0.04, 0.18
 """Shares of waiting in recorded steps with transfer as bottleneck (results/time-model.md)."""
 _WAITING = (Bottleneck.TRANSFER, Bottleneck.HOST, Bottleneck.DISK, Bottleneck.LINK)
 
