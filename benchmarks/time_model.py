@@ -11,6 +11,7 @@ import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from math import exp, hypot, log
 from pathlib import Path
 from statistics import fmean
@@ -641,6 +642,11 @@ def write_errors(found: Predicted, intervals: Intervals, waiting: Sequence[tuple
             fmean(abs(log(1 + error)) <= WIDTH_OF_80 * hypot(intervals.residual, spread) for error in wait),
         ),
     }  # fmt: skip
+    ratios = ratio_errors(found)
+    of_ratios = [fmean(map(abs, errors)) for errors in ratios.values()]
+    every = [error for errors in ratios.values() for error in errors]
+    of_speeds = tables["source_out"]
+    tables["ratio"] = every, of_ratios, max(of_ratios), SPREAD * fmean(of_ratios), of_speeds[-1]
     lines = ["# Written by benchmarks/time_model.py: estimated over recorded seconds, less 1 (results/time-model.md)."]
     for name, (errors, of_sources, largest, wide, covered) in tables.items():
         figures = {
@@ -650,6 +656,18 @@ def write_errors(found: Predicted, intervals: Intervals, waiting: Sequence[tuple
         lines += ["", f"[{name}]", f"runs = {len(errors)}", f"sources = {len(of_sources)}"]
         lines += [f"{key} = {value:.4f}" for key, value in figures.items()]
     (PACKAGE / "time_error.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def ratio_errors(found: Predicted) -> dict[str, list[float]]:
+    """Return by repository the errors of ratios of seconds: of two steps of one model, length, card and card count."""
+    alike: defaultdict[tuple[object, ...], list[float]] = defaultdict(list)
+    for row, error, _ in found:
+        step = row.planned.step
+        alike[row.planned.name, step.card, step.cards, step.model, step.length].append(error)
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
+    for place, errors in alike.items():
+        ratios[str(place[0])] += [exp(one - other) - 1 for one, other in combinations(errors, 2)]
+    return {name: errors for name, errors in ratios.items() if errors}
 
 
 def steps_told(found: Predicted, intervals: Intervals) -> list[str]:
@@ -673,6 +691,14 @@ def steps_told(found: Predicted, intervals: Intervals) -> list[str]:
     for title, key in TRENDS.items():
         lines += [f"### {title}\n", HEAD]
         lines += [*(line(name, part, intervals) for name, part in groups(found, key).items()), ""]
+    ratios = {name: fmean(map(abs, errors)) for name, errors in ratio_errors(found).items()}
+    lines += [
+        "### Ratios\n",
+        (
+            f"Of two steps of one trainer, model, length and card, errors are alike in part: of {len(ratios)} "
+            f"repositories, each the same, a ratio's mean absolute error is **{fmean(ratios.values()):.1%}**.\n"
+        ),
+    ]
     return [*lines, READING]
 
 

@@ -6,8 +6,9 @@ from hybridtrain.virtual_gpu.cards.roofline import time_errors
 
 TIME_ERROR: Final = time_errors()["source_out"].mean_absolute
 """Mean absolute error, relative, of recorded steps of repositories left out of the fit, each repository the same. It is
-no bound, and of single speeds: of two runs on one card that wait for the same, errors have one sign, and a ratio's is
-smaller."""
+no bound, and of single speeds."""
+RATIO_ERROR: Final = time_errors()["ratio"].mean_absolute
+"""That of ratios of two steps of one trainer, model, length and card, whose errors are alike in part."""
 _WAITING_BEFORE_CHANGES = 0.22
 """Of four recorded runs that wait, predicted at -20, -20, +2 and +46 % before a rule was added with them known
 (results/time-model.md, runs that wait for copies)."""
