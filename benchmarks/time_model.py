@@ -165,7 +165,7 @@ def parts_of(planned: Planned, curves: Curves) -> Parts:
     per_param = 14.0 if step.precision in {"bf16", "fp8"} and step.engine == "cuda-graph" else UPDATE[step.engine]
     if step.precision == "bf16":
         per_param /= 2
-    update = per_param * trained / shard / times.memory_rate(10**9)
+    update = per_param * trained / shard / (times.memory_rate(10**9) * curves.optimizer)
     is_cast = step.precision.endswith("mixed") and is_whole and step.sharding in {"none", "ddp", "zero1", "zero2"}
     casts = 6 * model.num_params * step.accumulation * (2 if step.checkpointing == "full" else 1)
     moved = 0.0
@@ -799,8 +799,9 @@ Causes of misses, by name:
 - steps of few tokens are estimated too fast: the program issues more kernels than our ops tell.
 """
 HELD = """\
-Predicted after all fitting; nothing was fitted on them or chosen by them. The program of the fit was tidied afterwards,
-which moved the means of sources by less than 0.2 %.
+Predicted after all fitting; nothing was fitted on them or chosen by them. Afterwards the program of
+the fit was tidied, and the update's rate counted once instead of twice; both moved the means of sources by less than
+0.3 %.
 
 Causes: llm-foundry on H100 is attention of before FlashAttention 2, of which no published time on an H100 was at hand;
 it gets an A100's share of the peak, and the error grows with length. PowerLM has heads of 64, 36 of them with keys of
