@@ -196,7 +196,7 @@ class FitReport:
         if hours is None:
             return [f"{placed}: {memory}"]
         fast = f"{memory}, {option.tokens_per_s:,.0f} tokens/s"
-        sure = f"{fast} ±{option.error:.0%}"
+        sure = f"{fast} +/-{option.error:.0%}"
         in_all = f"{hours:.1f} h per {format_count(self.tokens)} tokens"
         return [f"{placed}: {sure}, {in_all}", f"{placed}: {sure}", f"{placed}: {fast}", f"{label}: {fast}"]
 
@@ -270,7 +270,7 @@ class FitReport:
             rule,
             f"{asked}; {cards}{short_name(request.card)}: {memory}; host: {host} for tensors.",
             *([f"{request.card.note}. {_FLOAT16}"] if CardLimit.BFLOAT16 in request.card.limits else []),
-            f"~: extrapolated, else planned. Speeds: estimated, {errors}; ±: holds four runs of five.",
+            f"~: extrapolated, else planned. Speeds: estimated, {errors}; +/-: holds four runs of five.",
         ]
         best = best_option(self.options)
         if best is None or self.folder is None:
