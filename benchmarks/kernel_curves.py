@@ -1,6 +1,6 @@
-"""Curves of kernels by class, fitted on published times of single kernels; sources left out are predicted.
+"""Curves of kernels by class, fitted on published times of single kernels (kernel_times/).
 
-``python benchmarks/kernel_curves.py`` reads kernel_times/ and writes hybridtrain/virtual_gpu/cards/kernel_curves.toml.
+benchmarks/time_model.py predicts sources left out, and writes hybridtrain/virtual_gpu/cards/kernel_curves.toml.
 """
 
 from collections import defaultdict
@@ -316,35 +316,3 @@ def spreads(rows: Sequence[Timed], fitted: Fit) -> dict[str, dict[str, float]]:
                     left += [abs(value - look_up(pooled, card)) for card, value in values if same(card) == name]
             found[scope][kind] = max(SPREAD * fmean(left), found["card"][kind]) if left else found["card"][kind]
     return found
-
-
-def table(rows: Sequence[Timed], fitted: Fit, key: Callable[[Timed], object]) -> None:
-    """Print mean, mean absolute and largest error of groups."""
-    groups: defaultdict[object, list[float]] = defaultdict(list)
-    for timed in rows:
-        groups[key(timed)].append(timed.error(fitted.curves(timed.card)))
-    for name, errors in sorted(groups.items(), key=str):
-        print(f"{name!s:60} {len(errors):4} mean {fmean(errors):+.2f} absolute {fmean(map(abs, errors)):.2f}")
-
-
-def main() -> None:
-    """Fit, predict what was left out."""
-    rows = load()
-    fitting = [timed for timed in rows if timed.role == "fit"]
-    fitted = fit(fitting)
-    print(fitted.shared)
-    for name, found in fitted.pooled.items():
-        print(name, {scope: round(exp(value), 3) for scope, value in sorted(found.items())})
-    print("fit")
-    table([t for t in fitting if is_long(t)], fitted, lambda t: (t.kind, t.time.source))
-    left = [t for t in rows if t.role == "left out"]
-    print("left out, long")
-    table([t for t in left if is_long(t)], fitted, lambda t: (t.kind, t.time.source))
-    print("left out, other")
-    table([t for t in left if not is_long(t)], fitted, lambda t: (t.kind, t.time.source))
-    long = [t for t in left if is_long(t)]
-    print(len(long), fmean(abs(t.error(fitted.curves(t.card))) for t in long))
-
-
-if __name__ == "__main__":
-    main()
