@@ -77,7 +77,7 @@ _BOUND_OF_LANE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TimedOp:
     """An op on its lane."""
 
@@ -146,7 +146,7 @@ def estimate_step(
     """
     rates = Rates(card, host or Host(), curves or curves_of(card))
     upload = upload_bytes / rates.bus
-    issued = 0.0
+    issued, beside_until = 0.0, upload
     clocks = dict.fromkeys(Lane, upload)
     busy: defaultdict[Lane, float] = defaultdict(float, {Lane.COPY_IN: upload})
     by_bound: defaultdict[Bottleneck, float] = defaultdict(float, {Bottleneck.TRANSFER: upload})
@@ -156,30 +156,32 @@ def estimate_step(
     by_kernel: defaultdict[str, float] = defaultdict(float)
     flops = bytes_moved = 0
     for op in ops:
-        start, waited_for = clocks[op.lane], None
-        for number in op.waits:
-            if number >= first and ends[number - first] > start:
-                start, waited_for = ends[number - first], causes[number - first]
-        if op.lane is Lane.COMPUTE and op.bytes_moved:
+        lane, waited_for = op.lane, None
+        start = free = clocks[lane]
+        if op.waits and (last_end := max(ends[i - first] if i >= first else 0.0 for i in op.waits)) > start:
+            start = last_end
+            waited_for = next(causes[i - first] for i in op.waits if i >= first and ends[i - first] == last_end)
+        if lane is Lane.COMPUTE and op.bytes_moved:
             if issued > start:
                 start, waited_for = issued, Bottleneck.MEMORY
             issued += rates.launch
-        beside = [lane for lane in _HOST_LANES if lane is not op.lane and clocks[lane] > start]
+        beside = [other for other in _HOST_LANES if clocks[other] > start] if beside_until > start else ()
         duration, bound, kernel = rates.duration(op, beside)
-        if op.lane is Lane.COMPUTE:
+        end = clocks[lane] = start + duration
+        if lane is Lane.COMPUTE:
             if waited_for is not None:
-                by_bound[waited_for] += start - clocks[op.lane]
+                by_bound[waited_for] += start - free
             by_bound[bound] += duration
             by_kernel[kernel] += duration
             flops += op.flops
             bytes_moved += op.bytes_moved
-        is_held_up = waited_for not in {None, Bottleneck.COMPUTE, Bottleneck.MEMORY, Bottleneck.OPTIMIZER}
-        causes.append(waited_for if is_held_up and waited_for is not None else bound)
-        clocks[op.lane] = start + duration
-        ends.append(start + duration)
-        busy[op.lane] += duration
+        elif end > beside_until and lane in _HOST_LANES:
+            beside_until = end
+        causes.append(bound if waited_for is None or waited_for in _NO_DELAY else waited_for)
+        ends.append(end)
+        busy[lane] += duration
         if duration:
-            timed.append(TimedOp(op=op, start_s=start, duration_s=duration, bound=bound))
+            timed.append(TimedOp(op, start, duration, bound))
     last = max(clocks, key=lambda lane: clocks[lane])
     if last is not Lane.COMPUTE:
         by_bound[_BOUND_OF_LANE[last]] += clocks[last] - clocks[Lane.COMPUTE]
@@ -189,6 +191,8 @@ def estimate_step(
     )  # fmt: skip
 
 
+_NO_DELAY = frozenset({Bottleneck.COMPUTE, Bottleneck.MEMORY, Bottleneck.OPTIMIZER})
+"""Causes of waiting that an op does not hand on to those that wait for it."""
 _COPIES = (Lane.COPY_IN, Lane.COPY_OUT)
 _HOST_LANES = (*_COPIES, Lane.HOST)
 _OTHER = Kernel.ELEMENTWISE.value
