@@ -66,12 +66,24 @@ def uncommitted_files() -> list[str]:
     return [line.split(maxsplit=1)[-1] for line in lines]
 
 
+def processor_name() -> str:
+    """Return name, family, model and stepping of the processor: sold under one name, some differ in instructions."""
+    about = _cpu_info()
+    return " ".join([_cpu_name(), *(about[name] for name in ("cpu family", "model", "stepping") if name in about)])
+
+
 def _cpu_name() -> str:
+    return _cpu_info().get("model name") or platform.processor() or platform.machine()
+
+
+@cache
+def _cpu_info() -> dict[str, str]:
+    """Return what Linux tells of the first core; empty elsewhere."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")
     except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
 
 
 def _git(*arguments: str) -> str:

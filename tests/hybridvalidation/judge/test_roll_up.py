@@ -60,7 +60,11 @@ def test_a_scenarios_row_waits_for_the_study_that_owes_it() -> None:
 def test_figures_outside_of_a_stated_range_are_counted() -> None:
     found = judged(Status.HOLDS)
     outside = replace(found, is_outside=True)
-    assert counts([row_of(found)]).endswith("By evidence: 1 planned.\n- Without any of these remarks: 1.")
+    assert counts([row_of(found)]) == (
+        "1 stated targets: 1 hold without a remark, 0 hold with one.\n\nOf those that hold:\n\n"
+        "- By evidence: 1 planned."
+    )
+    assert counts([row_of(outside)]).startswith("1 stated targets: 0 hold without a remark, 1 hold with one.")
     told = "By evidence: 1 planned.\n- Better than the stated range: 1."
     assert counts([row_of(outside)]).endswith(told)
 

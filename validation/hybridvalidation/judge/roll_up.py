@@ -9,7 +9,7 @@ from hybridvalidation.scenario import Target
 
 _BEST_FIRST = list(Status)
 _WORDS = {
-    Status.HOLDS: "hold", Status.BY_DEFINITION: "met by definition", Status.UNDECIDED: "undecided",
+    Status.BY_DEFINITION: "met by definition", Status.UNDECIDED: "undecided",
     Status.UNPROVEN: "unproven", Status.MISLEADING: "misleading", Status.REFUTED: "refuted",
 }  # fmt: skip
 
@@ -24,16 +24,19 @@ def roll_up(targets: Mapping[str, Target], found: Iterable[Verdict]) -> list[Ver
 
 
 def counts(rows: Sequence[Verdict]) -> str:
-    """Return the number of figures by verdict, and remarks on those that hold."""
+    """Return the number of figures by verdict, those that hold without a remark first, and remarks on the others."""
     of_status = Counter(row.status for row in rows)
-    told = ", ".join(f"{of_status[status]} {_WORDS[status]}" for status in Status if of_status[status])
     held = [row for row in rows if row.status is Status.HOLDS]
+    clean = sum(not row.has_remark for row in held)
+    told = ", ".join([
+        f"{clean} hold without a remark", f"{len(held) - clean} hold with one",
+        *(f"{count} {_WORDS[status]}" for status in _WORDS if (count := of_status[status])),
+    ])  # fmt: skip
     remarks = (
         ("Better than the stated range", sum(row.is_outside for row in rows)),
         ("By one stack, while another judged stack misses it", sum(row.is_missed_too for row in rows)),
         ("By an estimate that no recorded run tests", sum(row.is_untested for row in rows)),
         ("By a bound that a harmful control meets, or does not clearly miss", sum(row.is_blunt for row in rows)),
-        ("Without any of these remarks", sum(not row.has_remark for row in held)),
     )
     also = "".join(f"\n- {description}: {number}." for description, number in remarks if number)
     kinds = Counter(row.shown_by for row in held)

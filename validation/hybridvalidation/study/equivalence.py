@@ -1,8 +1,11 @@
-"""Paired differences of validation loss, and their verdicts: equivalent, worse, better, inconclusive.
+"""Paired differences of validation loss, and their verdicts: equivalent, no harm, worse, better, inconclusive.
 
 Equivalence is tested by two one-sided t tests (TOST, Schuirmann 1987) against a registered margin. A difference is
 tested two-sided. The p-values of either are adjusted over the configurations of a family at a model size (Holm 1979),
 unfinished ones included.
+
+Harm is tested one-sided against the margin, at several numbers of seeds (``spent_levels``). The error rate is divided
+by the number of configurations that a model size compares; a control has all of it. Only pairs of one processor count.
 """
 
 import math
@@ -15,7 +18,7 @@ from typing import get_args
 import numpy as np
 from scipy.special import stdtr, stdtrit  # Student's t: importing scipy.stats takes half a second, which fit would wait
 
-from hybridvalidation.judge.statistics import Interval, mean_interval
+from hybridvalidation.judge.statistics import Interval, mean_interval, spent_levels
 from hybridvalidation.study.protocol import (
     Configuration,
     Family,
@@ -31,6 +34,8 @@ class Finding(StrEnum):
     """Verdict on a configuration over its seeds."""
 
     EQUIVALENT = "equivalent"
+    NO_HARM = "no harm"
+    """Its loss is above the reference's by less than the margin."""
     WORSE = "worse"
     BETTER = "better"
     INCONCLUSIVE = "inconclusive"
@@ -49,8 +54,10 @@ class Comparison:
     pairs: tuple[tuple[LadderRecord, LadderRecord], ...]
     """Pairs of runs with the same seed: equal initial weights and batches. Either may have diverged."""
     p_equivalent: float = 1.0
-    """Adjusted p-values; 1 if unfinished."""
+    """Adjusted p-values; 1 if unfinished. Of a test of harm those of a mean below and above the margin, unadjusted."""
     p_different: float = 1.0
+    level: float = 0.0
+    """Error rate of a test of harm at this number of seeds; 0: none was made."""
     finding: Finding = Finding.UNFINISHED
 
     @property
@@ -87,6 +94,15 @@ class Comparison:
         """Mean difference with its 95 % confidence interval, not adjusted; None with fewer than two seeds."""
         return mean_interval(self.differences) if len(self.differences) > 1 else None
 
+    @property
+    def largest_harm(self) -> float | None:
+        """Upper bound of the mean difference at ``level``, nats per token; None without a test of harm."""
+        if not self.level:
+            return None
+        samples = self.differences
+        quantile = float(stdtrit(len(samples) - 1, 1 - self.level))
+        return fmean(samples) + quantile * stdev(samples) / math.sqrt(len(samples))
+
     def retention(self, level: float = 0.95) -> Interval | None:
         """Return top-1 accuracy over the reference's in percent, as ``interval``."""
         ratios = [
@@ -102,6 +118,8 @@ def judge_size(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[Co
 
     Each of two interim analyses has half of the error rate, adjusted over the whole family.
     """
+    if size.analyses:
+        return [_judge_harm(ladder, made, size, *pair) for pair in _compared_at(ladder, made, size)]
     judged = []
     for first in _first_analysis(ladder, made, size):
         again = [last_analysis(ladder, made, size, c.configuration, c.reference) if _is_open(c) else c for c in first]
@@ -117,9 +135,31 @@ def undecided(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[Com
 def last_analysis(
     ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration, reference: Configuration
 ) -> Comparison:
-    """Return the comparison over the seeds of both analyses if they were run, else of the first."""
+    """Return the comparison over the seeds of both analyses if they were run, else of the first; of harm the last."""
+    if size.analyses:
+        return _judge_harm(ladder, made, size, own, reference)
     second = _compare(ladder, made, size, own, reference, (*size.seeds, *size.more_seeds))
     return second if second.is_finished else _compare(ladder, made, size, own, reference, size.seeds)
+
+
+def _compared_at(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[tuple[Configuration, Configuration]]:
+    """Return the compared configurations of a model size: of a test of harm the controls, and what passed below it."""
+    place = ladder.rungs.index(size)
+    pairs = ladder.pairs_at(size)
+    if not size.analyses or place == 0:
+        return pairs
+    passed = {
+        one.configuration.name
+        for one in judge_size(ladder, made, ladder.rungs[place - 1])
+        if one.finding is Finding.NO_HARM or one.configuration.family == "control"
+    }
+    return [pair for pair in pairs if pair[0].name in passed]
+
+
+def harm_levels(ladder: LadderFile, size: ModelSize, own: Configuration) -> list[float]:
+    """Return the error rate of each analysis of a test of harm of one configuration."""
+    compared = sum(pair[0].family != "control" for pair in ladder.pairs_at(size))
+    return spent_levels(size.analyses, ladder.alpha / (1 if own.family == "control" else compared))
 
 
 def confidence_level(ladder: LadderFile, size: ModelSize, own: Configuration) -> float:
@@ -191,8 +231,31 @@ def _compare(
     seeds: tuple[int, ...],
 ) -> Comparison:  # fmt: skip
     records = [[ladder_record(ladder, made, size, one, seed) for one in (own, reference)] for seed in seeds]
-    pairs = tuple((a, b) for a, b in records if a is not None and b is not None)
+    pairs = tuple(
+        (a, b)
+        for a, b in records
+        if a is not None and b is not None and (not size.analyses or a.processor == b.processor)
+    )
     return Comparison(size=size, configuration=own, reference=reference, seeds=seeds, pairs=pairs)
+
+
+def _judge_harm(
+    ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration, reference: Configuration
+) -> Comparison:
+    """Test at one number of seeds after the other, until one decides."""
+    margin = ladder.margin_nats
+    for count, level in zip(size.analyses, harm_levels(ladder, size, own), strict=True):
+        one = _compare(ladder, made, size, own, reference, size.seeds[:count])
+        if not one.is_finished or one.num_diverged:
+            return replace(one, finding=Finding.WORSE if one.is_finished else Finding.UNFINISHED)
+        finding, below, above = Finding.INCONCLUSIVE, 1.0, 1.0
+        if len(one.differences) == count:  # else the reference diverged
+            below, above = _p_above([-value for value in one.differences], -margin), _p_above(one.differences, margin)
+            finding = Finding.NO_HARM if below <= level else Finding.WORSE if above <= level else finding
+        one = replace(one, p_equivalent=below, p_different=above, level=level, finding=finding)
+        if finding is not Finding.INCONCLUSIVE:
+            break
+    return one
 
 
 def _first_analysis(ladder: LadderFile, made: LadderMade, size: ModelSize) -> list[list[Comparison]]:

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hybridvalidation.study.equivalence import undecided
+from hybridvalidation.study.equivalence import Finding, judge_size, undecided
 from hybridvalidation.study.protocol import (
     BASELINE,
     Configuration,
     LadderFile,
     LadderMade,
+    LadderRecord,
     LadderRun,
     Made,
     ModelSize,
@@ -31,6 +32,8 @@ def next_runs(study: Study, made: Mapping[str, Any], size: str | None = None) ->
         made: Records by key.
         size: Ladders only: restrict to this model size.
     """
+    if isinstance(study, LadderFile) and study.closed:
+        return []
     for stage in _study_stages(study, made) if isinstance(study, StudyFile) else _ladder_stages(study, made, size):
         if missing := [run for run in stage if run_key(study, run) not in made]:
             return list(dict.fromkeys(missing))
@@ -61,7 +64,9 @@ def _ladder_stages(ladder: LadderFile, made: LadderMade, only: str | None) -> It
     interim analysis waits for the next size's first, and has what figures wait for first.
     """
     for size, before in zip((*ladder.rungs, None), (None, *ladder.rungs), strict=True):
-        if size is not None and only in {None, size.name}:
+        if size is not None and only in {None, size.name} and size.analyses:
+            yield from _harm_stages(ladder, made, size)
+        elif size is not None and only in {None, size.name}:
             present = ladder.configurations_at(size)
             yield _rates(ladder, made, size, ladder.baseline) if len(size.lrs) > 1 else []
             awaited = [own for name in ladder.first for own in present if own.name == name and not own.lrs]
@@ -70,6 +75,38 @@ def _ladder_stages(ladder: LadderFile, made: LadderMade, only: str | None) -> It
             yield first_runs(ladder, made, size)
         if before is not None and only in {None, before.name}:
             yield more_runs(ladder, made, before)
+
+
+def _harm_stages(ladder: LadderFile, made: LadderMade, size: ModelSize) -> Iterator[list[LadderRun]]:
+    """Yield the learning rates, then seed by seed the runs of each analysis of what is undecided, with references."""
+    yield _rates(ladder, made, size, ladder.baseline) if len(size.lrs) > 1 else []
+    judged = judge_size(ladder, made, size)
+    still_open = [one for one in judged if one.finding in {Finding.UNFINISHED, Finding.INCONCLUSIVE}]
+    for count in size.analyses:
+        pairs = [(one.reference, one.configuration) for one in still_open if len(one.seeds) >= count]
+        owed = dict.fromkeys(own for pair in pairs for own in pair)
+        yield [ladder_run(ladder, made, size, own, seed) for seed in size.seeds[:count] for own in owed]
+
+
+def of_one_processor(ladder: LadderFile, made: LadderMade, processor: str) -> dict[str, LadderRecord]:
+    """Return the records without those of seeds that are to be made again here, of tests of harm.
+
+    Pairs count only if both runs were made on one processor. So a seed that was begun on another and not ended there is
+    made again as a whole, whatever it showed.
+    """
+    sizes = {size.name for size in ladder.rungs if size.analyses}
+    owed = {(run.rung, run.seed) for run in next_runs(ladder, made)}
+    at = dict[tuple[str, int], set[str]]()
+    for record in made.values():
+        at.setdefault((record.run.rung, record.run.seed), set()).add(record.processor)
+    again = {
+        place for place, processors in at.items()
+        if place[0] in sizes and (len(processors) > 1 or (place in owed and processors != {processor}))
+    }  # fmt: skip
+    return {
+        key: record for key, record in made.items()
+        if (record.run.rung, record.run.seed) not in again or record.processor == processor
+    }  # fmt: skip
 
 
 def _rates(ladder: LadderFile, made: LadderMade, size: ModelSize, own: Configuration) -> list[LadderRun]:

@@ -21,7 +21,8 @@ from hybridvalidation.study.protocol import (
 _COLORS = (INK, *COLORS)
 """AdamW's first."""
 _FINDING_COLORS = {
-    Finding.EQUIVALENT: "#009e73", Finding.WORSE: "#d55e00", Finding.BETTER: "#0072b2", Finding.INCONCLUSIVE: "#8c6d31",
+    Finding.EQUIVALENT: "#009e73", Finding.NO_HARM: "#009e73",
+    Finding.WORSE: "#d55e00", Finding.BETTER: "#0072b2", Finding.INCONCLUSIVE: "#8c6d31",
     Finding.UNFINISHED: "#999999",
 }  # fmt: skip
 _BLOCK = 100

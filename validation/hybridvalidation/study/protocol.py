@@ -44,6 +44,8 @@ NaN gradient once."""
 Control = Literal["random", "average"]
 """random: jumps of equal norm in a random direction. average: AdamW, evaluated at averaged weights."""
 _composed = cache(compose)
+_FEWEST = 5
+"""Seeds of a test of harm."""
 Family = Literal["stack", "method", "control"]
 """stack: should train like the baseline. method: another training method. control: harmful, and must be judged worse
 for the ladder to be informative. p-values are adjusted within a family."""
@@ -324,9 +326,19 @@ class ModelSize:
     references."""
     arms: tuple[str, ...] = ()
     """Configurations; empty: all."""
+    analyses: tuple[int, ...] = ()
+    """Numbers of seeds at which a one-sided test of harm is made, rising to all; empty: a test of equivalence."""
+    deviation_nats: float = 0.0
+    """Standard deviation of paired differences that a test of harm was planned with."""
 
     def __post_init__(self) -> None:
         faults = _size_faults(self, ("warmup_steps",), (*self.seeds, *self.more_seeds), "seeds, more_seeds")
+        if self.analyses and ([*self.analyses] != sorted({*self.analyses}) or self.analyses[-1] != len(self.seeds)):
+            faults.append(f"analyses: {list(self.analyses)} must rise to the number of seeds ({len(self.seeds)})")
+        if bool(self.analyses) != (self.deviation_nats > 0):
+            faults.append(f"deviation_nats: {self.deviation_nats} must be above 0 with analyses, and absent without")
+        if self.analyses and (self.analyses[0] < _FEWEST or self.more_seeds):
+            faults.append(f"analyses: {list(self.analyses)} must begin with {_FEWEST} or more, without more_seeds")
         if self.warmup_steps >= self.num_steps:
             faults.append(f"warmup_steps: {self.warmup_steps} must be below num_steps ({self.num_steps})")
         if faults:
@@ -446,6 +458,8 @@ class LadderRecord(RunRecord):
     num_tokens: int
     probe: Probe
     corpus: str
+    processor: str = ""
+    """Name, family and model of the processor, on which the order of sums depends; empty: not recorded."""
     products: str = ""
     """Unit of bfloat16 matmuls (``product_unit``); empty: float32, with torch's attention gradients."""
 
@@ -483,6 +497,8 @@ class LadderFile(Protocol):
     first: tuple[str, ...] = ()
     """Configurations to run at all seeds of a model size before the others."""
     targets: tuple[LadderTarget, ...] = ()
+    closed: str = ""
+    """Why no further run is made; empty: it is open."""
 
     def __post_init__(self) -> None:
         faults = name_faults(self.name) + below_least(self, ("validation_batches",))
@@ -492,6 +508,8 @@ class LadderFile(Protocol):
         stacks = [stack for configuration in self.arms for stack in configuration.stacks]
         faults += _twice("arms", names)
         faults += [f"arms: stack '{name}' is in two arms; keep it in one" for name in repeated(stacks)]
+        if len({bool(size.analyses) for size in self.rungs}) > 1:
+            faults.append("rungs: analyses must be in all of them, or in none")
         if not self.margin_nats > 0 or not 0 < self.alpha < 1:
             faults.append(f"margin_nats, alpha: {self.margin_nats}, {self.alpha} must be above 0, alpha below 1")
         if self.baseline.fine_tunes or self.baseline.optimizer != self.optimizer.kind:
@@ -567,7 +585,7 @@ class LadderFile(Protocol):
         """Return all values that affect a run, apart from the program and the text."""
         size, own = self.size(run.rung), self.configuration(run.arm)
         parts: list[object] = [
-            replace(size, lrs=(0.0,), seeds=(0, 1, 2), more_seeds=(), arms=()),
+            replace(size, lrs=(0.0,), seeds=(0, 1, 2), more_seeds=(), arms=(), analyses=(), deviation_nats=0.0),
             replace(own, name="any", description="", family="stack", lrs=(), against="", stacks=()),
             replace(run, arm="any"), self.optimizer, self.validation_batches,
         ]  # fmt: skip

@@ -63,6 +63,8 @@ def _verdict(ladder: LadderFile, judged: Comparison) -> str:
     found, margin = judged.interval, ladder.margin_nats
     if found is None or not judged.is_finished:
         return "no comparison with the baseline" if found is None else "test not finished"
+    if judged.finding is Finding.NO_HARM:
+        return f"no harm above {margin:g} nats per token"
     is_equal = -margin <= found.low and found.high <= margin
     if judged.finding is Finding.EQUIVALENT or (judged.finding is Finding.UNFINISHED and is_equal):
         return f"equal within {margin:g} nats per token"

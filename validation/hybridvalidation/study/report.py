@@ -9,7 +9,7 @@ from typing import Any
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.reports.tables import MARKDOWN, table, write_page
 from hybridtrain.units import format_count, to_gib
-from hybridvalidation.judge.statistics import Interval
+from hybridvalidation.judge.statistics import Interval, power_below
 from hybridvalidation.judge.tables import verdict_table
 from hybridvalidation.pictures.picture import Picture
 from hybridvalidation.records.makers import made_by
@@ -19,6 +19,7 @@ from hybridvalidation.study.equivalence import (
     Comparison,
     Finding,
     extrapolate,
+    harm_levels,
     judge_size,
     largest_deviation,
     last_analysis,
@@ -97,6 +98,19 @@ _QUALITY_HEADERS = (
     "configuration", "against", "difference, nats", "adjusted p, equivalent", "adjusted p, different", "verdict", "lr",
     "seeds", "loss", "deviation", "top-1 kept %",
 )  # fmt: skip
+_HARM_TEST_HEADERS = tuple(
+    {"adjusted p, equivalent": "largest harm, nats", "adjusted p, different": "error rate"}.get(name, name)
+    for name in _QUALITY_HEADERS
+)
+_HOW_HARM_TEST = (
+    "Executed on the CPU, one thread a run, cosine to zero, the baseline's learning rate. Difference: validation loss "
+    "above the reference's, nats per token, with its 95 % interval over paired seeds, each pair on one processor. "
+    "Largest harm: the upper bound of the mean difference at the error rate of the last analysis made. No harm: that "
+    "bound is below the margin. Worse: the lower bound at the same rate is above the margin. Either ends the runs of a "
+    "configuration."
+)
+_TRUE_HARM = (0.0, 0.002, 0.004)
+"""Nats at which the power is told."""
 _PROGRESS_HEADERS = (
     "model size", "parameters", "tokens per parameter", "runs made", "second interim analysis", "processor hours",
     "tokens", "steps x batch x tokens", "configurations", "seeds",
@@ -354,11 +368,17 @@ def _quality_sentence(ladder: LadderFile, made: LadderMade) -> str:
 
 
 def _quality_parts(ladder: LadderFile, made: LadderMade, results: Path, style: str) -> list[str]:
+    seeks_harm = any(size.analyses for size in ladder.rungs)
     registration = (
-        f"Registered: {ladder.target}. Equivalence margin: {ladder.margin_nats:g} nats; error rate of a family at a "
-        f"model size: {ladder.alpha:g} of being judged equivalent and as much of being judged different, at most "
+        f"Registered: {ladder.target}. Margin of harm: {ladder.margin_nats:g} nats; error rate at a model size: "
+        f"{ladder.alpha:g}, divided by the configurations. {ladder.stop_rule}"
+        if seeks_harm
+        else f"Registered: {ladder.target}. Equivalence margin: {ladder.margin_nats:g} nats; error rate of a family at "
+        f"a model size: {ladder.alpha:g} of being judged equivalent and as much of being judged different, at most "
         f"{2 * ladder.alpha:g} together. {ladder.stop_rule}"
     )
+    if ladder.closed:
+        registration += f"\n\nClosed: {ladder.closed}"
     if ladder.remarks:
         registration += f"\n\nOn the registration: {ladder.remarks}"
     found = sorted({(record.corpus, record.corpus_digest) for record in made.values()})
@@ -366,8 +386,9 @@ def _quality_parts(ladder: LadderFile, made: LadderMade, results: Path, style: s
     begun = [size for size in ladder.rungs if _num_made(ladder, made, size)]
     return [
         registration, f"Texts, the Python sources of pinned packages, every byte a token: {texts}.",
-        _progress(ladder, made, style), _power(ladder, made),
-        *(part for size in begun for part in _size_parts(ladder, made, size, style)), _HOW_QUALITY,
+        _progress(ladder, made, style), _power_of_harm(ladder) if seeks_harm else _power(ladder, made),
+        *(part for size in begun for part in _size_parts(ladder, made, size, style)),
+        _HOW_HARM_TEST if seeks_harm else _HOW_QUALITY,
         _extrapolations(ladder, made), _shares(ladder, style), _replays(ladder, made, results),
     ]  # fmt: skip
 
@@ -415,12 +436,44 @@ def _power(ladder: LadderFile, made: LadderMade) -> str:
     )
 
 
+def _power_of_harm(ladder: LadderFile) -> str:
+    """Return the power of each size's test, at the deviation it was planned with."""
+    told = []
+    for size in ladder.rungs:
+        for family in ("stack", "control"):
+            own = next((own for own, _ in ladder.pairs_at(size) if own.family == family), None)
+            if own is None:
+                continue
+            level, count = harm_levels(ladder, size, own)[-1], size.analyses[-1]
+            shown = (
+                f"{power_below(ladder.margin_nats, size.deviation_nats, count, level, mean):.0%} at {mean:g}"
+                for mean in (*_TRUE_HARM, 2 * ladder.margin_nats)
+            )
+            told.append(
+                f"{size.name}, family {family}, {count} seeds, deviation {size.deviation_nats:g}, error rate "
+                f"{level:.4f}: {', '.join(shown)}"
+            )
+    return (
+        "Power, computed before the first run: how often the last analysis alone shows no harm, by the true difference "
+        f"in nats. {'; '.join(told)}."
+    )
+
+
 def _size_parts(ladder: LadderFile, made: LadderMade, size: ModelSize, style: str) -> list[str]:
     text = f"{size.name}: {size.model.num_params:,} parameters, {size.tokens_per_param:.0f} tokens per parameter"
     judged = {one.configuration.name: one for one in judge_size(ladder, made, size)}
-    rows = [_row(ladder, made, size, own, judged.get(own.name)) for own in ladder.configurations_at(size)]
+    present = [own for one in judged.values() for own in (one.configuration, one.reference)]
+    rows = [
+        _row(ladder, made, size, own, judged.get(own.name))
+        for own in ladder.configurations_at(size)
+        if own in present or not size.analyses
+    ]
     title = f"## {text}" if style == MARKDOWN else text
-    return [title, table(_QUALITY_HEADERS, rows, style), _rates(ladder, made, size)]
+    return [
+        title,
+        table(_HARM_TEST_HEADERS if size.analyses else _QUALITY_HEADERS, rows, style),
+        _rates(ladder, made, size),
+    ]
 
 
 def _rates(ladder: LadderFile, made: LadderMade, size: ModelSize) -> str:
@@ -457,7 +510,9 @@ def _row(
         word = "baseline" if own is ladder.baseline else "compared with"
         return [own.name, *["-"] * 4, word, *tail, "-", "-"]
     p_values = ["-", "-"]
-    if judged.finding is not Finding.UNFINISHED:
+    if size.analyses:
+        p_values = [_cell(judged.largest_harm), f"{judged.level:.5f}" if judged.level else "-"]
+    elif judged.finding is not Finding.UNFINISHED:
         p_values = ["<0.0001" if p < 0.0001 else f"{p:.4f}" for p in (judged.p_equivalent, judged.p_different)]
     deviation = _cell(stdev(judged.differences) if len(judged.differences) > 1 else None)
     return [

@@ -7,12 +7,13 @@ from typing import Any
 
 from hybridtrain.data.pinned_corpus import pinned_corpus
 from hybridtrain.errors import RecordError
+from hybridtrain.run.environment import processor_name
 from hybridtrain.stacks import Stack
 from hybridvalidation.child import Child, run_side_by_side
 from hybridvalidation.experiment import Experiment, answer_of, in_children
 from hybridvalidation.records.outcome import Outcome
 from hybridvalidation.records.store import append_record, read_lines
-from hybridvalidation.study.order import next_runs
+from hybridvalidation.study.order import next_runs, of_one_processor
 from hybridvalidation.study.protocol import (
     Configuration,
     LadderFile,
@@ -66,6 +67,8 @@ def run_study(
         HybridTrainError: a process crashed; finished runs are recorded.
     """
     made, path = read_study(results, study), record_path(results, study.name)
+    if isinstance(study, LadderFile):
+        made = of_one_processor(study, made, processor_name())
     if next_runs(study, made, size) and max_runs != 0:
         _check_text(study, {record.corpus_digest for record in made.values()}, path)
     experiment: Experiment[Any, Any] = Experiment(

@@ -34,7 +34,7 @@ from hybridtrain.plan.compose import compose
 from hybridtrain.plan.memory_plan import MemoryPlan
 from hybridtrain.plan.placement import Codec
 from hybridtrain.planning.dry_runs import dry_run
-from hybridtrain.run.environment import Environment
+from hybridtrain.run.environment import Environment, processor_name
 from hybridtrain.stacks import Stack
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
@@ -387,7 +387,8 @@ def run_ladder_job(job: LadderJob) -> LadderRecord:
         validation_loss=loss, validation_accuracy=accuracy, train_losses=tuple(round(mean, 4) for mean in means),
         num_params=size.model.num_params, num_tokens=size.num_tokens, jumps=trial.hybrid.statistics.jumps,
         cpu_seconds=round(time.process_time() - begin, 2), probe=replace(probe, first_losses=first),
-        corpus=corpus.name, corpus_digest=corpus.digest, products=product_unit(), **header(),
+        corpus=corpus.name, corpus_digest=corpus.digest, products=product_unit(), processor=processor_name(),
+        **header(),
     )  # fmt: skip
 
 
