@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+import hybridtrain.virtual_gpu.account.aten_scratch  # noqa: F401  registers rules
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.account.op_rules import (
     MATMUL_OPS,

@@ -201,7 +201,7 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     args, kwargs = found
     target: Any = node.target
     if target is run_and_save_rng_state:  # attention that a checkpoint computes anew; nobody draws numbers here
-        return torch.empty(16, dtype=torch.uint8), args[0](*args[1:], **kwargs)
+        return torch.empty(16, dtype=torch.uint8, device="cpu"), args[0](*args[1:], **kwargs)
     return args[1](*args[2:], **kwargs) if target is run_with_rng_state else target(*args, **kwargs)
 
 

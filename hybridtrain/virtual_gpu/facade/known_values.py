@@ -76,7 +76,7 @@ class KnownValues:
         holding = self._held.get(tensor.untyped_storage()._cdata)
         if holding is None or holding.values is None:
             return None
-        empty = torch.empty(0, dtype=tensor.dtype)
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return empty.set_(holding.values, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def are_known(self, tensors: Sequence[Tensor]) -> bool:
@@ -127,7 +127,7 @@ class KnownValues:
         if func in ANY_ALL and args[0].is_meta:
             holding = self._held.get(args[0].untyped_storage()._cdata)
             if holding is not None and holding.fill is not None:
-                return torch.tensor(holding.fill)
+                return torch.tensor(holding.fill, device="cpu")
         values: dict[int, Tensor] = {}
         for tensor in operands:
             if not is_small(tensor):
@@ -209,7 +209,7 @@ class KnownValues:
             if tensor.dtype is torch.int64 and tensor.dim() == _DIMS_OF_PLACES:
                 self._placeholders.refuse(func)
             self._placeholders.note(func, "values of a sparse matrix: ones")
-            known = torch.ones(tensor.shape, dtype=tensor.dtype)
+            known = torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
         return tensor if known is None else known
 
     def resolve_lengths(self, func: Op, args: Args) -> tuple[Any, ...]:
@@ -240,7 +240,7 @@ class KnownValues:
                 return self._fresh(tensor, holding)
         if tensor.numel() == 1 and func._overloadpacket in QUESTIONS:
             self._placeholders.note(func, "a tested number: 1")
-            return torch.ones(tensor.shape, dtype=tensor.dtype)
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
         return None
 
 

@@ -105,10 +105,10 @@ class Placeholders:
         """Return placeholder values for an op's results, on the CPU; None without a rule."""
         packet = func._overloadpacket
         if packet in FINITE_ANSWERS:
-            return torch.full(args[0].shape, FINITE_ANSWERS[packet])
+            return torch.full(args[0].shape, FINITE_ANSWERS[packet], device="cpu")
         if packet is _ATEN.isin and isinstance(args[0], Tensor):
             self.note(func, "is it one of these: no")
-            return torch.full(args[0].shape, bool(kwargs.get("invert")))
+            return torch.full(args[0].shape, bool(kwargs.get("invert")), device="cpu")
         if packet is _ATEN.topk:
             return (None, self._even_choice(func, args[0], args[1], args[2] if len(args) > 2 else -1))
         return None
@@ -129,7 +129,7 @@ class Placeholders:
         shape = list(scores.shape)
         num, shape[dim] = shape[dim], k
         rows = scores.numel() // max(num, 1)
-        choice = (torch.arange(rows * k) % max(num, 1)).view(rows, k)
+        choice = (torch.arange(rows * k, device="cpu") % max(num, 1)).view(rows, k)
         self.note(func, "which are the largest: all equally often")
         others = [size for position, size in enumerate(shape) if position != dim]
         return choice.view(*others, k).movedim(-1, dim).contiguous()

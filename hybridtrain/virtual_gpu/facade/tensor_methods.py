@@ -120,7 +120,7 @@ class TensorMethods:
             known = self.values_of(tensor)
             if known is None:
                 self._ledger.placeholders.note(torch.ops.aten._to_copy.default, "values that are read: ones")
-                known = torch.ones(tensor.shape, dtype=tensor.dtype)
+                known = torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
             return known
 
     def _data_ptr(self, tensor: Tensor) -> int:

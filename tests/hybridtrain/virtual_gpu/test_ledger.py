@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -209,6 +210,35 @@ def test_scratch_of_the_attention_backward_is_taken_and_given_back(device: str) 
     position = trace.events.index(scratch)
     assert trace.events[position + 1] == ~scratch
     assert trace.classes[scratch] is TensorClass.WORKSPACE
+
+
+def _extra_bytes(compute: Callable[[], Tensor]) -> int:
+    """Return the bytes that are held at most beyond the result."""
+    with StorageLedger() as ledger:
+        kept = compute()
+    return ledger.peak_bytes - kept.nbytes
+
+
+@DEVICES
+def test_torchs_own_ops_take_scratch(device: str) -> None:
+    aten, x = torch.ops.aten, torch.zeros(8, 16, device=device)
+    assert _extra_bytes(lambda: aten._softmax_backward_data(x, x, -1, torch.float32)) == x.nbytes
+    assert _extra_bytes(lambda: torch.logsumexp(x, -1)) == x.nbytes
+    for reduction, extra in (("none", 1), ("mean", 2)):
+        loss = partial(nn.functional.binary_cross_entropy_with_logits, x, x, reduction=reduction)
+        assert _extra_bytes(loss) == extra * x.nbytes
+    assert _extra_bytes(lambda: nn.functional.huber_loss(x, x)) == x.nbytes
+
+
+@pytest.mark.parametrize(("dtype", "tokens", "parts"), [
+    (torch.float32, 3072, 0), (torch.bfloat16, 3072, 0), (torch.bfloat16, 4000, 500), (torch.float32, 4000, 500),
+])  # fmt: skip
+def test_an_embeddings_gradient_takes_fp32_sums_of_ten_rows(dtype: torch.dtype, tokens: int, parts: int) -> None:
+    rows, width = 100, 16
+    gradient, ids = torch.zeros(tokens, width, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+    lists = 8 * (3 * tokens + 2 * rows + parts) if parts else 0
+    found = _extra_bytes(lambda: torch.ops.aten.embedding_dense_backward(gradient, ids, rows, -1, False))
+    assert found == lists + 4 * parts * width
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, ()), (torch.bfloat16, (4 * 256,))], ids=str)

@@ -244,6 +244,21 @@ def test_a_default_device_leaves_tensors_where_they_are(gpu: VirtualGpu) -> None
         assert gpu.ledger.place_of(model.weight) is Place.DEVICE
 
 
+@pytest.mark.usefixtures("gpu")
+def test_a_default_device_does_not_change_what_values_are_read() -> None:
+    def answers() -> list[object]:
+        known, unknown = torch.arange(3, device="cuda"), torch.rand(4096, 4096, device="cuda")
+        return [
+            known.tolist(), known.sum().item(), unknown[0, :2].tolist(), unknown.sum().item(), bool(unknown[0, 0] > 2),
+            bool(torch.isnan(unknown).any()), unknown.topk(2).indices[:3, 0].tolist(),
+            torch.isin(unknown, known).sum().item(),
+        ]  # fmt: skip
+
+    outside = answers()
+    with torch.device("cuda"):
+        assert answers() == outside
+
+
 def test_the_old_types_of_a_card_make_tensors_there() -> None:
     old = torch.cuda.FloatTensor
     sized, made = old(64, 2), old(np.zeros((3, 4)))

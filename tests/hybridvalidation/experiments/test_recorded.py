@@ -15,12 +15,13 @@ from hybridvalidation.experiments.recorded import (
     Role,
     Source,
     job_of,
+    peak_scores,
     read_sources,
     rows_of,
     scores,
 )
 from hybridvalidation.records.outcome import Evidence, Outcome
-from hybridvalidation.show.pages.recorded import by_kind, headline, label_of, spread_table
+from hybridvalidation.show.pages.recorded import by_kind, headline, label_of, peak_table
 
 SCENARIOS = Path("scenarios")
 
@@ -79,22 +80,32 @@ def test_figures_seen_before_stand_apart() -> None:
     rows = rows_of({"s": blind, "t": known}, [planned(blind, blind.runs[0], peak=103.0, oom=0), later])
     assert [row.role for row in rows] == [Role.PREDICT, Role.PREDICT, Role.SEEN, Role.SEEN]
     assert headline(rows) == (
-        "Predicted before they were seen: 1 peaks of CUDA memory of 1 publications, median error 3.00 %, 90th "
-        "percentile 3.0 %. Of 1 outcomes 1 are right (1 fit, 0 ran out of memory)."
+        "Predicted before they were seen: 1 peaks of CUDA memory of 1 publications, mean error 3.00 %, each "
+        "publication the same. Of 1 outcomes 1 are right (1 fit, 0 ran out of memory)."
     )
-    assert cells(spread_table(rows))[-1] == ["with those seen before", "2", "26.50 %", "50.0 %", "50 %"]
+    assert cells(peak_table(rows))[1:] == [
+        ["s", "1", "3.00 %", "3.00 %", "-", "3.00 %", "+3.00 % (a)"],
+        ["t, seen before", "1", "50.00 %", "50.00 %", "-", "50.00 %", "-50.00 % (b)"],
+    ]
     with pytest.raises(ValueError, match="seen: quantity 'speed' is unknown"):
         replace(blind, seen=("speed",))
 
 
-def test_what_stays_between_steps_stands_apart_from_peaks() -> None:
-    found = source(run("a", peak=100.0, allocated_mean=100.0))
-    rows = rows_of({"s": found}, [planned(found, found.runs[0], peak=104.0, allocated_mean=100.0)])
-    assert cells(spread_table(rows))[1:] == [
-        ["predicted", "2", "2.00 %", "4.0 %", "4 %"],
-        ["predicted, without means of allocated bytes", "1", "4.00 %", "4.0 %", "4 %"],
-        ["with those seen before", "2", "2.00 %", "4.0 %", "4 %"],
-    ]
+def test_peaks_stand_by_publication_beside_a_null_model_and_the_first_plans() -> None:
+    found = source(run("a", peak=100.0, allocated_mean=100.0), run("b", peak=400.0, step_seconds=1.0, some_params=2.0))
+    first, second = found.runs
+    plans = [
+        planned(found, first, Outcome.ERROR), planned(found, first, peak=150.0), planned(found, second, peak=400.0),
+        planned(found, first, peak=104.0, allocated_mean=50.0),
+        planned(found, second, peak=400.0, step_seconds=9.0, some_params=9.0),
+    ]  # fmt: skip
+    rows = rows_of({"s": found}, plans)
+    [score] = peak_scores(rows)
+    assert score.errors == pytest.approx((0.04, 0.0))  # neither means nor seconds nor counts
+    assert score.null == pytest.approx((3.0 + 0.75) / 2)  # each is taken for the other
+    assert score.first == pytest.approx(0.25)
+    parts = [replace(row, source=name) for name in ("s", "s-more", "t-more") for row in rows]
+    assert [(one.name, len(one.errors)) for one in peak_scores(parts)] == [("s", 4), ("t-more", 2)]
 
 
 def test_a_single_run_may_be_seen() -> None:
@@ -105,8 +116,8 @@ def test_a_single_run_may_be_seen() -> None:
         Role.PREDICT: 0.01,
         Role.SEEN: 0.5,
     }
-    assert "1 peaks of CUDA memory of 1 publications, median error 1.00 %" in headline(rows)
-    assert cells(spread_table(rows))[-1][:2] == ["with those seen before", "2"]
+    assert "1 peaks of CUDA memory of 1 publications, mean error 1.00 %" in headline(rows)
+    assert [score.name for score in peak_scores(rows, Role.SEEN)] == ["s"]
     assert [label_of(points) for points in by_kind(rows)] == ["s: peak (1)", "s: peak (1, seen before)"]
 
 
@@ -149,7 +160,7 @@ def test_the_command_prints_every_row(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out) == [
         {
             "source": "mine", "id": "a", "quantity": "peak", "role": "predict", "recorded": 5e9, "planned": None,
-            "error": None, "why": "not planned yet",
+            "first": None, "error": None, "why": "not planned yet",
         }
     ]  # fmt: skip
     assert main(["recorded", *common]) == 0

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
+from math import exp, log
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 from tabulate import tabulate
 
@@ -26,6 +27,10 @@ from hybridvalidation.records.store import append_record, read_lines
 
 _FILE = Path("recorded") / "planned.jsonl"
 _LIMIT_S = 1800.0
+
+
+SECONDS = "seconds"
+_NO_PEAKS = ("_mean", "_params", SECONDS)
 
 
 class Role(StrEnum):
@@ -48,6 +53,8 @@ class RecordedRun:
     role: Role
     config: str = "{}"
     """The run's own part of the recipe, as JSON with the engine's own names."""
+    card: str = ""
+    """Card, where runs of a source differ in it."""
     recorded: Mapping[str, float]
     """Quantity to value: bytes, but for ``..._seconds``, ``..._params`` and ``oom`` (1: the run ran out of memory)."""
     why: str = ""
@@ -140,6 +147,8 @@ class Row:
     recorded: float
     planned: float | None
     """The planned value; None: left out, not planned yet, or failed, as ``why`` states."""
+    first: float | None
+    """The value of the oldest plan on record, whatever the program and recipe were then."""
     why: str = ""
 
     @property
@@ -155,6 +164,12 @@ class Row:
         if self.quantity == "oom":
             return float(self.planned != self.recorded)
         return self.planned / self.recorded - 1
+
+    @property
+    def is_peak(self) -> bool:
+        """Whether it is a peak of memory that was predicted: no outcome, count, time, or mean over steps."""
+        is_other = self.quantity == "oom" or self.quantity.endswith(_NO_PEAKS)
+        return self.is_predicted and bool(self.planned) and not is_other
 
     def as_mapping(self) -> dict[str, object]:
         """Return it as ``recorded --json`` prints it; ``why`` only if there is a reason."""
@@ -200,7 +215,12 @@ def append_planned(records: Path, record: PlannedRun) -> Path:
 def job_of(name: str, source: Source, run: RecordedRun) -> RecordedJob:
     """Return the planning job of a run."""
     return RecordedJob(
-        source=name, run=run.id, engine=source.engine, card=source.card, common=source.common, config=run.config
+        source=name,
+        run=run.id,
+        engine=source.engine,
+        card=run.card or source.card,
+        common=source.common,
+        config=run.config,
     )
 
 
@@ -225,16 +245,20 @@ def plan_record(job: RecordedJob, ended: ChildResult[PlannedFigures], source: So
 
 def rows_of(sources: Mapping[str, Source], planned: Iterable[PlannedRun]) -> list[Row]:
     """Return a row for each recorded figure, with the newest plan of its run."""
-    newest = {record.key: record for record in planned}
+    plans = list(planned)
+    newest = {record.key: record for record in plans}
+    oldest = {(plan.source, plan.run): plan.figures for plan in reversed(plans) if plan.outcome is Outcome.OK}
     return [
-        _row(name, source, run, quantity, newest.get(job_of(name, source, run).key))
+        _row(name, source, run, quantity, newest.get(job_of(name, source, run).key), oldest.get((name, run.id), {}))
         for name, source in sources.items()
         for run in source.runs
         for quantity in run.recorded
     ]
 
 
-def _row(name: str, source: Source, run: RecordedRun, quantity: str, record: PlannedRun | None) -> Row:
+def _row(
+    name: str, source: Source, run: RecordedRun, quantity: str, record: PlannedRun | None, oldest: Mapping[str, float]
+) -> Row:
     planned, why = None, ""
     if run.role is Role.LEFT_OUT or record is None:
         why = "not planned yet"
@@ -245,7 +269,7 @@ def _row(name: str, source: Source, run: RecordedRun, quantity: str, record: Pla
     is_seen = run.role is Role.PREDICT and quantity in source.seen
     return Row(
         source=name, id=run.id, quantity=quantity, role=Role.SEEN if is_seen else run.role,
-        recorded=run.recorded[quantity], planned=planned, why=run.why or why,
+        recorded=run.recorded[quantity], planned=planned, first=oldest.get(quantity), why=run.why or why,
     )  # fmt: skip
 
 
@@ -263,6 +287,54 @@ def _score(rows: Sequence[Row]) -> Score:
     return Score(
         source=rows[0].source, quantity=rows[0].quantity, count=len(errors), mean_error=mean(errors),
         mean_absolute=mean(map(abs, errors)), worst=max(rows, key=lambda row: abs(row.error or 0.0)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakScore:
+    """Absolute errors of one publication's peaks of memory."""
+
+    name: str
+    errors: tuple[float, ...]
+    worst: Row
+    null: float | None
+    """Mean error if each peak were the geometric mean of the publication's others; None: there is one alone."""
+    first: float | None
+    """Mean error of the oldest plans on record; None: there is none."""
+
+    @property
+    def mean(self) -> float:
+        """Mean of the errors."""
+        return mean(self.errors)
+
+    @property
+    def median(self) -> float:
+        """Median of the errors."""
+        return median(self.errors)
+
+
+def peak_scores(rows: Iterable[Row], role: Role = Role.PREDICT) -> list[PeakScore]:
+    """Return the errors of peaks of one role by publication: files that share a name up to a dash are one."""
+    peaks = [row for row in rows if row.is_peak and row.role is role]
+    files = {row.source for row in peaks}
+    found: dict[str, list[Row]] = {}
+    for row in peaks:
+        short = row.source.partition("-")[0]
+        is_part = sum(each.partition("-")[0] == short for each in files) > 1
+        found.setdefault(short if is_part else row.source, []).append(row)
+    return [_peak_score(name, group) for name, group in sorted(found.items())]
+
+
+def _peak_score(name: str, rows: Sequence[Row]) -> PeakScore:
+    nulls = []
+    for row in rows:
+        others = [log(one.recorded) for one in rows if one is not row and one.quantity == row.quantity]
+        nulls += [abs(exp(mean(others)) / row.recorded - 1)] if others else []
+    first = [abs(row.first / row.recorded - 1) for row in rows if row.first]
+    return PeakScore(
+        name=name, errors=tuple(abs(row.error or 0.0) for row in rows),
+        worst=max(rows, key=lambda row: abs(row.error or 0.0)), null=mean(nulls) if nulls else None,
+        first=mean(first) if first else None,
     )  # fmt: skip
 
 

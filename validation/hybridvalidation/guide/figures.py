@@ -1,6 +1,6 @@
 """Figures and tables in README and the guide: each stands between markers that name it, and ``report`` fills them.
 
-    <!--figure recorded median-->0.47 %<!--/figure-->
+    <!--figure held all-->51<!--/figure-->
 
 A marker has the name of a method of ``Figures`` and the words that it takes; where it stands in lines of its own, so
 does what it is filled with. Nobody types them, and ``report --check`` fails where a page says something else than
@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.diagnoses import troubles_page
@@ -20,7 +19,7 @@ from hybridtrain.errors import ConfigError, unknown_name
 from hybridtrain.planning.time_error import TIME_ERROR
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count
-from hybridvalidation.experiments.recorded import Role
+from hybridvalidation.experiments.recorded import peak_scores
 from hybridvalidation.guide.departures import defaults_table, names_table
 from hybridvalidation.guide.models import architectures, recommendations, training_options
 from hybridvalidation.guide.reference import api_errors, api_names, commands, file_settings, optimizers
@@ -28,7 +27,7 @@ from hybridvalidation.guide.techniques import catalogue, page_example, step_tabl
 from hybridvalidation.judge.verdict import Status, Verdict
 from hybridvalidation.scenario_files import ScenarioFiles
 from hybridvalidation.show.pages.atlas import cells_table
-from hybridvalidation.show.pages.recorded import RESIDENT, predicted
+from hybridvalidation.show.pages.recorded import mean_of_publications
 from hybridvalidation.show.pages.scenario import summary_table
 from hybridvalidation.show.pages.targets import all_targets
 from hybridvalidation.show.report import stale_pages
@@ -47,29 +46,16 @@ _PLANNED = ("fit", "options", "step")
 class Figures(Results):
     """What pages can name: from committed records, from the program itself, from dry runs of it."""
 
-    def recorded(self, word: str) -> str:
-        """Return how near plans are to peaks of memory that others measured: count, median, ninety or outcomes.
-
-        Means of what stays between steps are left out, as they are easier to plan; so is what was seen before planning.
-        """
-        blind = [row for row in self.published if row.role is Role.PREDICT]
-        sizes = [row for row in predicted(blind, are_times=False) if row.quantity != RESIDENT]
-        errors = sorted(abs(row.error or 0.0) for row in sizes)
-        answers = [row for row in blind if row.quantity == "oom" and row.error is not None]
-        return _chosen(word, {
-            "count": lambda: str(len(sizes)),
-            "median": lambda: f"{100 * median(errors):.1f} %",
-            "ninety": lambda: f"{100 * errors[int(0.9 * len(errors))]:.1f} %",
-            "outcomes": lambda: f"{sum(row.error == 0 for row in answers)} of {len(answers)}",
-        })  # fmt: skip
-
     def trust(self) -> str:
         """Return a sentence each on how far memory, speed and quality are to be trusted."""
+        peaks = peak_scores(self.published)
+        mean_error = 100 * (mean_of_publications(peaks) or 0.0)
+        memory = (
+            f"{sum(len(one.errors) for one in peaks)} peaks that {len(peaks)} publications measured on CUDA: mean "
+            f"error {mean_error:.1f} %, each publication the same"
+        )
         rows = {
-            "Memory": (
-                f"{self.recorded('count')} peaks measured on CUDA by others: median error {self.recorded('median')}",
-                "each", "results/tables/recorded.md",
-            ),
+            "Memory": (memory, "each", "results/tables/recorded.md"),
             "Speed": (
                 f"estimated; off by {100 * TIME_ERROR:.0f} % on runs of repositories left out of the fit",
                 "runs", "results/time-model.md",
