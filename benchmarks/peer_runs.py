@@ -37,8 +37,9 @@ from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.account.ledger import OpRecord
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
+from hybridtrain.virtual_gpu.cards.kernels import Curves
 from hybridtrain.virtual_gpu.cards.links import World
-from hybridtrain.virtual_gpu.cards.roofline import Efficiency, StepTime, estimate_step
+from hybridtrain.virtual_gpu.cards.roofline import StepTime, estimate_step
 
 SHORT = 2
 """Micro-batches of the shorter recorded step; the longer one has one more."""
@@ -73,11 +74,6 @@ class PeerRun:
     model: ModelConfig
     card: Card
     host: Host
-
-    @property
-    def family(self) -> str:
-        """Cards that share one efficiency."""
-        return self.card.family
 
     @property
     def world(self) -> World:
@@ -172,19 +168,19 @@ class PeerRun:
                 steps.ops[count], steps.first[count] = trace.step_ops(0), trace.steps[0].op
         return steps
 
-    def tokens_per_s(self, steps: Steps, efficiency: Efficiency) -> float:
+    def tokens_per_s(self, steps: Steps, curves: Curves | None = None) -> float:
         """Return the estimate for the whole step, extrapolated from two short ones."""
-        short, longer = (self.step_time(steps, count, efficiency).seconds for count in (SHORT, SHORT + 1))
+        short, longer = (self.step_time(steps, count, curves).seconds for count in (SHORT, SHORT + 1))
         whole = short + (self.facts["micro_batches_per_step"] - SHORT) * (longer - short)
         return float(self.facts["tokens_per_step"] / whole)
 
-    def step_time(self, steps: Steps, count: int, efficiency: Efficiency) -> StepTime:
+    def step_time(self, steps: Steps, count: int, curves: Curves | None = None) -> StepTime:
         """Return the estimate for a recorded step of so many micro-batches."""
         tokens = count * self.facts["micro_batch_size"] * self.facts["seq_len"]
         first = steps.first[count]
         ops = on_links(steps.ops[count], self.card, self.world, is_pipeline=False)
         host = self.host.shared(self.world.size)
-        return estimate_step(ops, self.card, upload_bytes=16 * tokens, first=first, host=host, efficiency=efficiency)
+        return estimate_step(ops, self.card, upload_bytes=16 * tokens, first=first, host=host, curves=curves)
 
 
 _ALLOCATE = StateStore._allocate

@@ -9,7 +9,7 @@ of full training: the most exact that is not much slower.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import ceil, floor, inf
+from math import ceil, exp, floor, inf
 from typing import Literal
 
 from hybridtrain.errors import OutOfMemoryError
@@ -33,7 +33,7 @@ from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS
 from hybridtrain.virtual_gpu.allocator.reserved_range import reserved_range
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, FitVerdict
-from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
+from hybridtrain.virtual_gpu.cards.roofline import WIDTH_OF_80, Bottleneck
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
@@ -99,6 +99,8 @@ class TrainingOption:
     fits: bool
     tokens_per_s: float | None = None
     """None: it does not fit."""
+    spread: float = 0.0
+    """Standard deviation of the logarithm of the true speed over it."""
     bound: Bottleneck | None = None
     run: DryRun | None = None
     """The same option, every block; of many micro-batches the first."""
@@ -119,6 +121,17 @@ class TrainingOption:
             few, count = self.micro_batches_run, self.candidate.num_micro_batches
             return "planned" if few == count else f"planned, {few} of {count} micro-batches"
         return "estimated"
+
+    @property
+    def error(self) -> float:
+        """By how much the speed may be higher or lower, relative, in four runs of five."""
+        return exp(WIDTH_OF_80 * self.spread) - 1
+
+    @property
+    def speed_range(self) -> tuple[float, float] | None:
+        """Tokens/s between which four runs of five are; None: it does not fit."""
+        speed, factor = self.tokens_per_s, 1 + self.error
+        return None if speed is None else (speed / factor, speed * factor)
 
     def hours(self, tokens: int) -> float | None:
         """Return the hours that so many tokens take."""
@@ -295,7 +308,7 @@ def after_run(
     )
     return replace(
         option, device_bytes=device, host_bytes=host, disk_bytes=run.disk_peak_bytes,
-        tokens_per_s=request.tokens_per_step / seconds, bound=run.bound, run=run,
+        tokens_per_s=request.tokens_per_step / seconds, bound=run.bound, run=run, spread=run.time.spread,
         fits=run.fits and device + margin <= capacity and fits_host, micro_batches_run=few, margin_bytes=margin,
     )  # fmt: skip
 
@@ -412,7 +425,7 @@ class _Search:
         return TrainingOption(
             method=method, candidate=candidate, device_bytes=short.device_bytes(kept),
             host_bytes=short.host_bytes(kept), disk_bytes=arithmetic(request, request.model, candidate).disk,
-            fits=True, bound=short.bound(kept), tokens_per_s=tokens_per_s,
+            fits=True, bound=short.bound(kept), tokens_per_s=tokens_per_s, spread=short.spread,
         )  # fmt: skip
 
 

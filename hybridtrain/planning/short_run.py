@@ -102,7 +102,7 @@ class _PassTimes:
             upload_bytes=passes.upload_bytes, first=trace.steps[0].op, host=request.rank_host,
         )  # fmt: skip
         self._fuses, self._depth = passes.fuses, passes.model.num_blocks
-        self.by_bound = time.seconds_by_bound
+        self.by_bound, self.spread = time.seconds_by_bound, time.spread
         self.shares = tuple(self._shared(part) for part in self._by_unit(time.ops))
 
     def _by_unit(self, ops: Sequence[TimedOp]) -> list[defaultdict[str, float]]:
@@ -228,6 +228,11 @@ class ShortRun:
     def seconds(self, kept: int) -> float:
         """Return the seconds of a whole step."""
         return self._passing(kept) + self._updating
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the logarithm of the true seconds over the estimate."""
+        return self._times.spread
 
     def bound(self, kept: int) -> Bottleneck:
         """Return the bottleneck of a step."""

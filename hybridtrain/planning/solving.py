@@ -269,6 +269,7 @@ class _Search:
         option = TrainingOption(
             method=method, candidate=candidate, device_bytes=needs.card, host_bytes=needs.host, disk_bytes=needs.disk,
             fits=True, tokens_per_s=whole.tokens_per_step / short.seconds(0), bound=short.bound(0),
+            spread=short.spread,
         )  # fmt: skip
         axis = solver.axis
         limit, holders = (axis.end, ()) if i == axis.count else self._limit(i + 1)

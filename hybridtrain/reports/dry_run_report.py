@@ -89,9 +89,11 @@ class DryRunReport:
     def as_text(self) -> str:
         """Return the same for a reader, the verdict first."""
         run, figures = self.run, self.figures
+        low, high = (f"{run.tokens_per_step / seconds:,.0f}" for seconds in reversed(run.time.interval_s))
         speed = (
             f"{figures.tokens_per_s:,.0f} tokens/s, {format_seconds(figures.step_time_s)} per step of "
-            f"{figures.tokens_per_step:,} tokens, bottleneck: {figures.bound} (estimated)"
+            f"{figures.tokens_per_step:,} tokens, bottleneck: {figures.bound} "
+            f"(estimated; four runs of five: {low} to {high} tokens/s)"
         )
         phases = [
             f"{step.phase} {format_bytes(step.allocated_bytes)} (step {step.step})"

@@ -46,8 +46,8 @@ hour where there is room. Bytes are planned by a dry run of every block, or esti
 of three blocks.
 
 Of arrangements within {alike:.0%} of a method's highest speed the one that offloads least is taken. Speeds are roofline
-estimates: on published full training, on cards not used to calibrate, off by {error:.1%} on average, where steps wait
-for copies by {waiting:.1%}."""
+estimates: on published training by software not used to calibrate, off by {error:.1%} on average, where steps wait for
+copies by {waiting:.1%}."""
 
 
 def _mark(option: TrainingOption) -> str:
@@ -144,6 +144,7 @@ class FitReport:
             "host_peak_bytes": round(self._of_machine(option.host_bytes)),
             "disk_peak_bytes": round(self._of_machine(option.disk_bytes)),
             "saved_state_bytes": round(self._saved_bytes(option)), "tokens_per_s": option.tokens_per_s,
+            "tokens_per_s_range": option.speed_range,
             "bound": option.bound and option.bound.value, "hours": option.hours(self.tokens),
             "quality": self._quality(option),
             "quality_verdict": note and note.verdict, "quality_params": note and note.params,
@@ -195,8 +196,9 @@ class FitReport:
         if hours is None:
             return [f"{placed}: {memory}"]
         fast = f"{memory}, {option.tokens_per_s:,.0f} tokens/s"
-        long = f"{fast}, {hours:.1f} h per {format_count(self.tokens)} tokens"
-        return [f"{placed}: {long}", f"{placed}: {fast}", f"{label}: {fast}"]
+        sure = f"{fast} +/-{option.error:.0%}"
+        in_all = f"{hours:.1f} h per {format_count(self.tokens)} tokens"
+        return [f"{placed}: {sure}, {in_all}", f"{placed}: {sure}", f"{placed}: {fast}", f"{label}: {fast}"]
 
     def _table(self, options: Sequence[TrainingOption], width: int) -> list[str]:
         """Return a line for each option; on a narrow terminal offload in a word, then without the hours."""
@@ -268,7 +270,7 @@ class FitReport:
             rule,
             f"{asked}; {cards}{short_name(request.card)}: {memory}; host: {host} for tensors.",
             *([f"{request.card.note}. {_FLOAT16}"] if CardLimit.BFLOAT16 in request.card.limits else []),
-            f"~: extrapolated, else planned. Speeds: estimated, {errors}.",
+            f"~: extrapolated, else planned. Speeds: estimated, {errors}; +/-: holds four runs of five.",
         ]
         best = best_option(self.options)
         if best is None or self.folder is None:

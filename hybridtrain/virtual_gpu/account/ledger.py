@@ -56,7 +56,8 @@ class OpRecord:
     waits: tuple[int, ...] = ()
     """Numbers of earlier ops on other lanes that must complete first."""
     shape: tuple[int, int, int] | None = None
-    """Rows, columns and inner dimension of a matmul; rows of a batch are added."""
+    """Rows, columns and inner dimension of a matmul, rows of a batch added. Of attention heads of all sequences, length
+    and head size."""
     link_seconds: float = 0.0
     """Seconds that a collective occupies the link."""
 
@@ -562,7 +563,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             bytes_moved=count_bytes(func, args, kwargs, out),
             dtype=dtype,
             waits=waits,
-            shape=_matmul_shape(args) if func in MATMUL_OPS else None,
+            shape=_matmul_shape(args) if func in MATMUL_OPS else _attention_shape(func, args),
         )
 
 
@@ -571,3 +572,15 @@ def _matmul_shape(args: Sequence[Any]) -> tuple[int, int, int]:
     left, right = [value for value in args if isinstance(value, Tensor)][-2:]
     inner, columns = right.shape[-2:]
     return left.numel() // max(inner, 1), columns, inner
+
+
+def _attention_shape(func: Op, args: Sequence[Any]) -> tuple[int, int, int] | None:
+    """Return heads of all sequences, length and head size of attention; None of another op."""
+    if "attention" not in func._schema.name:
+        return None
+    first = next((value for value in args if isinstance(value, Tensor) and value.dim() == 4), None)
+    if first is None:
+        return None
+    batch, middle, inner, width = first.shape
+    heads, length = (middle, inner) if "scaled_dot_product" in func._schema.name else (inner, middle)
+    return batch * heads, length, width

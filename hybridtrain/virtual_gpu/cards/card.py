@@ -32,10 +32,6 @@ _FLOAT8_TENSOR_CORES = (8, 9)
 """Likewise float8 (aten/src/ATen/native/cuda/Blas.cpp, ``_scaled_mm_allowed_device``)."""
 _EVERY_WHEEL = (7, 5)
 """The least compute capability of torch's CUDA wheels but cu126 (https://github.com/pytorch/pytorch/pull/175253)."""
-_DATA_CENTER = frozenset({"8.0", "9.0"})
-"""A100, H100, H200."""
-_GEFORCE = frozenset({"8.6", "8.9", "12.0"})
-"""RTX 30, 40 and 50; workstation cards of the same chips have other names and other power limits."""
 
 
 class FitVerdict(StrEnum):
@@ -136,12 +132,9 @@ class Card:
         return int(major), int(minor)
 
     @property
-    def family(self) -> str:
-        """Cards that reach about the same shares of their peak rates; ``other`` where nothing is known of them."""
-        if self.compute_capability in _DATA_CENTER:
-            return "data_center"
-        is_geforce = "GeForce" in self.name and self.compute_capability in _GEFORCE
-        return "geforce" if is_geforce else "other"
+    def generation(self) -> str:
+        """Cards that reach about the same shares of their peak rates: a vendor halves GeForce cards' tensor cores."""
+        return f"{self.compute_capability} GeForce" if "GeForce" in self.name else self.compute_capability
 
     @property
     def memory_bytes(self) -> int:

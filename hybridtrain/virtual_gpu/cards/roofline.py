@@ -6,26 +6,22 @@ the time in which the compute stream waits belongs to what it waits for. The pro
 ahead of the card: a kernel starts when the stream is free and it has been issued. Copies share memory: each takes its
 rate from the device's, and lanes that use host memory at a time share that. Every figure from here is ``estimated``.
 
-A product of M x K and K x N reaches ``matmul * K / (K + inner_half) * W / (W + waves_half)`` of the peak, W being its
-tiles of 128 x 128 for each multiprocessor: the pipeline of a tile fills and drains once per K, and the last wave of
-tiles is not full (NVIDIA, "Matrix Multiplication Background User's Guide", wave and tile quantization). One narrower
-than a tensor core's 16 rows or columns is read, not multiplied, in time: neither term holds for it.
-
-An op whose operands are few finds them where the op before left them, in the second-level cache: up to a quarter of it,
-``cached`` times the rate of device memory.
+How long a kernel takes by itself is told by kernels.py. A step's spread follows from those of its classes of kernels
+and from what recorded steps leave unexplained beside them.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from math import exp, hypot
 
-from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.account.ledger import OpRecord
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, Host
-from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, raise_faults, read_catalogue
+from hybridtrain.virtual_gpu.cards.catalogue import read_catalogue
+from hybridtrain.virtual_gpu.cards.kernels import Curves, Kernel, KernelTimes, curves_of
 
 
 class Bottleneck(StrEnum):
@@ -48,68 +44,30 @@ class Bottleneck(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Efficiency:
-    """Share of a card's peak rates that is reached in practice.
-
-    It may be above 1: a vendor's rate holds at the boost clock on the box, and GeForce cards run faster.
-    """
-
-    matmul: float = 0.75
-    """Of the peak arithmetic rate, by large matrices."""
-    inner_half: float = 0.0
-    """Inner dimension of a product at which half of that is reached."""
-    waves_half: float = 0.0
-    """Tiles for each multiprocessor at which half of that is reached."""
-    attention: float = 0.7
-    """Of ``matmul``, by attention kernels: assumed, after a fit to all runs of benchmarks/peer_runs.toml gave 0.70."""
-    memory: float = 0.80
-    """Of the peak memory bandwidth."""
-    cached: float = 2.1
-    """How many times faster than device memory small operands are read and written: fitted on one recorded run, the
-    LoRA of rank 32 of PEFT's comparison on an L40S (results/tables/recorded.md tells how others are met)."""
-    bus: float = 0.80
-    """Of the theoretical bus rate: about 25 of 31.5 GB/s on PCIe 4.0 x16."""
-    launch_seconds: float = 4e-6
-    """Time to issue a kernel."""
-    kernel_seconds: float = 2e-6
-    """Shortest time that a kernel or a copy takes."""
-
-    def __post_init__(self) -> None:
-        shares = ("matmul", "attention", "memory", "cached", "bus")
-        others = ("inner_half", "waves_half", "launch_seconds", "kernel_seconds")
-        raise_faults(figure_faults(self, above_0=shares, at_least_0=others))
-
-
-DEFAULT_EFFICIENCY = Efficiency()
-
-
-def efficiency_of(card: Card) -> Efficiency:
-    """Return the shares of its peak rates that a card reaches: its own, those of its family, or the assumed ones."""
-    known = _efficiencies()
-    return known.get(card.name) or known.get(card.family, DEFAULT_EFFICIENCY)
-
-
-@cache
-def _efficiencies() -> dict[str, Efficiency]:
-    return read_catalogue(Efficiency, "efficiency.toml")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedAccuracy:
-    """The error of estimated tokens/s against recorded ones that were left out of the fit: their ratio less 1."""
+    """The error of estimated seconds of steps that were left out of the fit: over the recorded ones, less 1."""
 
     runs: int
+    sources: int
     mean: float
     mean_absolute: float
+    """Of sources, each the same."""
     largest: float
+    """Of a source's mean."""
+    spread: float
+    """What the spreads of its kernels leave of a step's."""
+    covered: float
+    """Share of the runs within their interval of 80 %."""
 
 
 @cache
 def time_errors() -> dict[str, SpeedAccuracy]:
-    """Return the errors of ``leave_one_card_out`` and ``leave_one_size_out``."""
+    """Return the errors of steps whose source was left out, and of those that wait for copies."""
     return read_catalogue(SpeedAccuracy, "time_error.toml")
 
 
+WIDTH_OF_80 = 1.2816
+"""Standard deviations on either side that hold 80 % of a normal distribution."""
 _BOUND_OF_LANE = {
     Lane.COPY_IN: Bottleneck.TRANSFER,
     Lane.COPY_OUT: Bottleneck.TRANSFER,
@@ -119,7 +77,7 @@ _BOUND_OF_LANE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TimedOp:
     """An op on its lane."""
 
@@ -145,6 +103,13 @@ class StepTime:
     upload_seconds: float
     """The step's batch on the copy-in stream, before its first op."""
     ops: tuple[TimedOp, ...]
+    spread: float
+    """Standard deviation of the logarithm of the true seconds over ``seconds``."""
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """Seconds between which four steps of five are."""
+        return self.seconds / exp(WIDTH_OF_80 * self.spread), self.seconds * exp(WIDTH_OF_80 * self.spread)
 
     @property
     def bound(self) -> Bottleneck:
@@ -159,7 +124,7 @@ def estimate_step(
     upload_bytes: int,
     first: int = 0,
     host: Host | None = None,
-    efficiency: Efficiency | None = None,
+    curves: Curves | None = None,
 ) -> StepTime:
     """Return the time of a step.
 
@@ -177,119 +142,102 @@ def estimate_step(
         upload_bytes: Of the step's batches, copied in before the first op.
         first: Number of the first op, by which ``waits`` count; what lies before it is done.
         host: The machine around the card.
-        efficiency: Shares of the peak rates; None: those of the card's family.
+        curves: What its kernels reach; None: by kernel_curves.toml.
     """
-    rates = Rates(card, host or Host(), efficiency or efficiency_of(card))
+    rates = Rates(card, host or Host(), curves or curves_of(card))
     upload = upload_bytes / rates.bus
-    issued = 0.0
+    issued, beside_until = 0.0, upload
     clocks = dict.fromkeys(Lane, upload)
     busy: defaultdict[Lane, float] = defaultdict(float, {Lane.COPY_IN: upload})
     by_bound: defaultdict[Bottleneck, float] = defaultdict(float, {Bottleneck.TRANSFER: upload})
     ends: list[float] = []
     causes: list[Bottleneck] = []
     timed: list[TimedOp] = []
+    by_kernel: defaultdict[str, float] = defaultdict(float)
     flops = bytes_moved = 0
     for op in ops:
-        start, waited_for = clocks[op.lane], None
-        for number in op.waits:
-            if number >= first and ends[number - first] > start:
-                start, waited_for = ends[number - first], causes[number - first]
-        if op.lane is Lane.COMPUTE and op.bytes_moved:
+        lane, waited_for = op.lane, None
+        start = free = clocks[lane]
+        if op.waits and (last_end := max(ends[i - first] if i >= first else 0.0 for i in op.waits)) > start:
+            start = last_end
+            waited_for = next(causes[i - first] for i in op.waits if i >= first and ends[i - first] == last_end)
+        if lane is Lane.COMPUTE and op.bytes_moved:
             if issued > start:
                 start, waited_for = issued, Bottleneck.MEMORY
             issued += rates.launch
-        beside = [lane for lane in _HOST_LANES if lane is not op.lane and clocks[lane] > start]
-        duration, bound = rates.duration(op, beside)
-        if op.lane is Lane.COMPUTE:
+        beside = [other for other in _HOST_LANES if clocks[other] > start] if beside_until > start else ()
+        duration, bound, kernel = rates.duration(op, beside)
+        end = clocks[lane] = start + duration
+        if lane is Lane.COMPUTE:
             if waited_for is not None:
-                by_bound[waited_for] += start - clocks[op.lane]
+                by_bound[waited_for] += start - free
             by_bound[bound] += duration
+            by_kernel[kernel] += duration
             flops += op.flops
             bytes_moved += op.bytes_moved
-        is_held_up = waited_for not in {None, Bottleneck.COMPUTE, Bottleneck.MEMORY, Bottleneck.OPTIMIZER}
-        causes.append(waited_for if is_held_up and waited_for is not None else bound)
-        clocks[op.lane] = start + duration
-        ends.append(start + duration)
-        busy[op.lane] += duration
+        elif end > beside_until and lane in _HOST_LANES:
+            beside_until = end
+        causes.append(bound if waited_for is None or waited_for in _NO_DELAY else waited_for)
+        ends.append(end)
+        busy[lane] += duration
         if duration:
-            timed.append(TimedOp(op=op, start_s=start, duration_s=duration, bound=bound))
+            timed.append(TimedOp(op, start, duration, bound))
     last = max(clocks, key=lambda lane: clocks[lane])
     if last is not Lane.COMPUTE:
         by_bound[_BOUND_OF_LANE[last]] += clocks[last] - clocks[Lane.COMPUTE]
     return StepTime(
         seconds=clocks[last], seconds_by_bound=dict(by_bound), busy_seconds=dict(busy), flops=flops,
-        bytes_moved=bytes_moved, upload_seconds=upload, ops=tuple(timed),
+        bytes_moved=bytes_moved, upload_seconds=upload, ops=tuple(timed), spread=rates.spread(by_kernel, clocks[last]),
     )  # fmt: skip
 
 
+_NO_DELAY = frozenset({Bottleneck.COMPUTE, Bottleneck.MEMORY, Bottleneck.OPTIMIZER})
+"""Causes of waiting that an op does not hand on to those that wait for it."""
 _COPIES = (Lane.COPY_IN, Lane.COPY_OUT)
 _HOST_LANES = (*_COPIES, Lane.HOST)
-_TILE = 128 * 128
-_NARROW = 16
-_CACHED_SHARE = 4
+_OTHER = Kernel.ELEMENTWISE.value
 
 
 class Rates:
     """The rates that one card and machine reach in practice."""
 
-    def __init__(self, card: Card, host: Host, efficiency: Efficiency) -> None:
-        self._card, self._efficiency = card, efficiency
-        self._flops = card.flops_per_second
-        self._bandwidth = card.memory_bytes_per_second * efficiency.memory
-        self._cached_bytes = card.l2_mib * MIB // _CACHED_SHARE
+    def __init__(self, card: Card, host: Host, curves: Curves) -> None:
+        self._curves, self._kernels = curves, KernelTimes(card, curves)
         self._host = host.memory_bytes_per_second
         self._disk = host.disk_bytes_per_second
-        self.launch = efficiency.launch_seconds
-        self.bus = card.bus_bytes_per_second * efficiency.bus
-        self._shares: dict[tuple[int, int, int], float] = {}
+        self.launch = curves.launch_seconds
+        self.bus = card.bus_bytes_per_second * curves.bus
 
-    def duration(self, op: OpRecord, beside: Sequence[Lane]) -> tuple[float, Bottleneck]:
-        """Return the seconds for which an op occupies its lane, and its bottleneck.
+    def duration(self, op: OpRecord, beside: Sequence[Lane]) -> tuple[float, Bottleneck, str]:
+        """Return the seconds for which an op occupies its lane, its bottleneck, and the class of its kernel.
 
         Args:
             op: The op.
             beside: Other lanes that use host memory meanwhile.
         """
-        least = self._efficiency.kernel_seconds
+        least = self._curves.kernel_seconds
+        taken = self.bus * sum(lane in _COPIES for lane in beside) if beside else 0.0
         if op.lane is Lane.LINK:
-            memory = op.bytes_moved / self._memory_rate(op.bytes_moved, beside)
-            return max(op.link_seconds, memory, least), Bottleneck.LINK
+            memory = op.bytes_moved / self._kernels.memory_rate(op.bytes_moved, taken)
+            return max(op.link_seconds, memory, least), Bottleneck.LINK, _OTHER
         if op.lane is not Lane.COMPUTE:
-            return max(op.bytes_moved / self._rate(op.lane, beside), least), _BOUND_OF_LANE[op.lane]
+            seconds = max(op.bytes_moved / self._rate(op.lane, beside), least)
+            return seconds, _BOUND_OF_LANE[op.lane], _OTHER
         if not op.bytes_moved:
-            return 0.0, Bottleneck.MEMORY
-        compute = op.flops / (self._peak(op) * self._share(op)) if op.flops else 0.0
-        memory = max(op.bytes_moved / self._memory_rate(op.bytes_moved, beside), least)
+            return 0.0, Bottleneck.MEMORY, _OTHER
+        compute, memory, kernel = self._kernels.seconds(op, taken)
         if op.stage is Stage.UPDATE:
-            return max(compute, memory), Bottleneck.OPTIMIZER
-        return max(compute, memory), Bottleneck.COMPUTE if compute >= memory else Bottleneck.MEMORY
+            return max(compute, memory), Bottleneck.OPTIMIZER, kernel
+        return max(compute, memory), Bottleneck.COMPUTE if compute >= memory else Bottleneck.MEMORY, kernel
 
-    def _peak(self, op: OpRecord) -> float:
-        """Return the peak arithmetic rate; attention without a flash kernel is taken to have that of fp32."""
-        is_slow = "attention" in op.name and not self._card.has_bfloat16_tensor_cores
-        return self._flops["float32"] if is_slow else self._flops.get(op.dtype, self._flops["float32"])
-
-    def _memory_rate(self, num_bytes: int, beside: Sequence[Lane]) -> float:
-        if num_bytes <= self._cached_bytes:
-            return self._bandwidth * self._efficiency.cached
-        return max(self._bandwidth - self.bus * sum(lane in _COPIES for lane in beside), self._bandwidth / 2)
+    def spread(self, by_kernel: Mapping[str, float], seconds: float) -> float:
+        """Return the spread of a step: each class errs by itself, for its part of the seconds; waiting as a whole."""
+        waits = max(seconds - sum(by_kernel.values()), 0.0) / (seconds or 1.0)
+        parts = (part / (seconds or 1.0) * self._curves.spread[kernel] for kernel, part in by_kernel.items())
+        return hypot(time_errors()["source_out"].spread, waits * time_errors()["waiting"].spread, *parts)
 
     def _rate(self, lane: Lane, beside: Sequence[Lane]) -> float:
         if lane is Lane.DISK:
             return self._disk
         even = self._host / (1 + len(beside))
         return max(even, self._host - self.bus * len(beside)) if lane is Lane.HOST else min(self.bus, even)
-
-    def _share(self, op: OpRecord) -> float:
-        """Return the share of the peak arithmetic rate that an op reaches."""
-        efficiency = self._efficiency
-        if op.shape is None:
-            return efficiency.matmul * (efficiency.attention if "attention" in op.name else 1.0)
-        if op.shape not in self._shares:
-            rows, columns, inner = op.shape
-            if min(rows, columns) < _NARROW:
-                return efficiency.matmul
-            waves = rows * columns / _TILE / max(self._card.sms, 1)
-            fill = inner / (inner + efficiency.inner_half)
-            self._shares[op.shape] = efficiency.matmul * fill * waves / (waves + efficiency.waves_half)
-        return self._shares[op.shape]

@@ -15,7 +15,7 @@ from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.cards.card import find_card
-from hybridtrain.virtual_gpu.cards.roofline import DEFAULT_EFFICIENCY
+from hybridtrain.virtual_gpu.cards.kernels import curves_of
 from tiny_models import GPT2_UNTIED
 
 CLASSES = {item.value for item in TensorClass}
@@ -102,7 +102,7 @@ def test_ops_follow_each_other_and_end_with_the_step(run: DryRun, trace: dict[st
     # Microseconds in float64: sums of a few hundred terms agree to far less than a nanosecond.
     gaps = [start - end for start, end in zip(starts[1:], ends[:-1], strict=True)]
     assert min(gaps) > -1e-6
-    assert max(gaps) < DEFAULT_EFFICIENCY.launch_seconds * 1e6
+    assert max(gaps) < curves_of(run.card).launch_seconds * 1e6
     assert ends[-1] == pytest.approx(run.time.seconds * 1e6, abs=1e-6)
     assert {event["args"]["stage"] for event in compute} == {"forward", "backward", "update", "load"} - (
         set() if any(item.op.stage == "load" for item in run.time.ops) else {"load"}

@@ -31,7 +31,7 @@ SMALL = 156
 
 def request(card_mib: int, host_gib: float = 8.0) -> FitRequest:
     card = Card(
-        name="small", memory_mib=card_mib, compute_capability="8.9", tflops_bf16=10.0, tflops_fp32=5.0,
+        name="small", memory_mib=card_mib, compute_capability="8.9", tflops_bf16=5.0, tflops_fp32=2.5,
         memory_gbps=200.0, pcie_gbps=16.0, context_mib=64,
     )  # fmt: skip
     return FitRequest(MODEL, card, Host(memory_gib=host_gib, reserved_gib=1.0), SEQ_LEN, NUM_SEQUENCES)

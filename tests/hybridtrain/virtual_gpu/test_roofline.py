@@ -1,6 +1,7 @@
-"""Every expected time is computed by hand from a card with round figures and the assumed efficiencies."""
+"""Every expected time is computed by hand from a card and curves with round figures."""
 
 from dataclasses import replace
+from math import exp
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,16 +10,9 @@ import torch
 
 from hybridtrain.virtual_gpu.account.ledger import OpRecord
 from hybridtrain.virtual_gpu.account.observer import Lane, Stage
-from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
-from hybridtrain.virtual_gpu.cards.roofline import (
-    DEFAULT_EFFICIENCY,
-    Bottleneck,
-    Efficiency,
-    StepTime,
-    efficiency_of,
-    estimate_step,
-    time_errors,
-)
+from hybridtrain.virtual_gpu.cards.card import Card, Host, card_catalogue, find_card
+from hybridtrain.virtual_gpu.cards.kernels import Curves, Kernel, class_of, curves_in, curves_of
+from hybridtrain.virtual_gpu.cards.roofline import WIDTH_OF_80, Bottleneck, StepTime, estimate_step, time_errors
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 CARD = Card(
@@ -30,6 +24,10 @@ CARD = Card(
     memory_gbps=1000.0,
     pcie_gbps=25.0,
 )
+CURVES = replace(
+    curves_in("all"), gemm=0.75, gemm_float32=0.75, inner_half=0.0, waves_half=0.0, memory=0.8, optimizer=1.0, bus=0.8,
+    launch_seconds=4e-6, kernel_seconds=2e-6, cached=2.1,
+)  # fmt: skip
 BF16_FLOPS_PER_MS = 75_000_000_000  # 100 TFLOP/s at 75 %
 FP32_FLOPS_PER_MS = 37_500_000_000  # 50 TFLOP/s at 75 %
 BYTES_PER_MS = 800_000_000  # 1000 GB/s at 80 %
@@ -46,10 +44,10 @@ def op(flops: int = 0, bytes_moved: int = 0, stage: Stage = Stage.FORWARD, dtype
     )  # fmt: skip
 
 
-def estimate(*ops: OpRecord, upload_bytes: int = 0, efficiency: Efficiency | None = None) -> StepTime:
-    if efficiency is None:
-        return estimate_step(ops, CARD, upload_bytes=upload_bytes)
-    return estimate_step(ops, CARD, upload_bytes=upload_bytes, efficiency=efficiency)
+def estimate(
+    *ops: OpRecord, upload_bytes: int = 0, curves: Curves = CURVES, card: Card = CARD, host: Host | None = None
+) -> StepTime:
+    return estimate_step(ops, card, upload_bytes=upload_bytes, curves=curves, host=host)
 
 
 def assert_one(time: StepTime, seconds: float, bound: Bottleneck) -> None:
@@ -63,7 +61,7 @@ def assert_one(time: StepTime, seconds: float, bound: Bottleneck) -> None:
 def test_operands_within_a_quarter_of_the_cache_are_faster(mib: float, faster: float) -> None:
     num_bytes = round(mib * 2**20)
     seconds = num_bytes / BYTES_PER_MS / 1000 / faster
-    time = estimate_step([op(bytes_moved=num_bytes)], replace(CARD, l2_mib=32), upload_bytes=0)
+    time = estimate(op(bytes_moved=num_bytes), card=replace(CARD, l2_mib=32))
     assert_one(time, seconds, Bottleneck.MEMORY)
 
 
@@ -72,8 +70,7 @@ def test_a_product_narrower_than_a_tensor_cores_rows_is_not_cut_into_tiles(
     shape: tuple[int, int, int], waves: float | None
 ) -> None:
     product = replace(op(10**12, bytes_moved=1), shape=shape)
-    efficiency = replace(DEFAULT_EFFICIENCY, waves_half=0.3)
-    time = estimate_step([product], replace(CARD, sms=625), upload_bytes=0, efficiency=efficiency)
+    time = estimate(product, card=replace(CARD, sms=625), curves=replace(CURVES, waves_half=0.3))
     share = 0.75 if waves is None else 0.75 * waves / (waves + 0.3)
     assert_one(time, 0.01 / share, Bottleneck.COMPUTE)
 
@@ -120,25 +117,28 @@ def test_a_long_op_hides_the_issue_of_those_behind_it() -> None:
 
 
 def test_small_products_reach_less() -> None:
-    efficiency = Efficiency(matmul=0.8, inner_half=100, waves_half=0.5)
+    curves = replace(CURVES, gemm=0.8, inner_half=100, waves_half=0.5)
     card = replace(CARD, sms=64)
     large, short, narrow = (
         replace(op(10**12, 1), shape=shape)
         for shape in ((128 * 128, 128 * 64, 900), (128 * 128, 128 * 64, 100), (1024, 512, 900))
     )
-    times = [
-        estimate_step([one], card, upload_bytes=0, efficiency=efficiency).seconds for one in (large, short, narrow)
-    ]
+    times = [estimate(one, card=card, curves=curves).seconds for one in (large, short, narrow)]
     waves = [128 / 128.5, 128 / 128.5, 0.5 / (0.5 + 0.5)]
     inner = [0.9, 0.5, 0.9]
     shares = [0.8 * one * other for one, other in zip(waves, inner, strict=True)]
     assert times == pytest.approx([0.01 / share for share in shares], rel=ROUNDING)
 
 
-def test_attention_reaches_its_own_share() -> None:
-    efficiency = Efficiency(matmul=0.8, attention=0.5)
-    one = replace(op(10**12, 1), name="hybridkernels.causal_attention.default")
-    assert estimate(one, efficiency=efficiency).seconds == pytest.approx(0.01 / 0.4, rel=ROUNDING)
+@pytest.mark.parametrize(("backward", "share"), [(False, 0.5), (True, 0.4)])
+def test_attention_reaches_its_own_share_by_keys_and_head_size(backward: bool, share: float) -> None:
+    curves = replace(CURVES, attention=0.5, backward=0.8, length_half=100.0, head_half=32.0)
+    card, (heads, length, width) = replace(CARD, sms=100), (64, 600, 96)  # a multiprocessor has 1 TFLOP/s
+    flops = (10 if backward else 4) * heads * length * (length // 2) * width  # of causal attention
+    name = "hybridkernels.causal_attention" + "_backward" * backward
+    one = replace(op(flops, 1), name=name, shape=(heads, length, width))
+    seconds = flops / 100e12 / (share * (300 / 400) * (96 / 128))
+    assert estimate(one, card=card, curves=curves).seconds == pytest.approx(seconds, rel=ROUNDING)
 
 
 def test_a_product_with_a_4_bit_weight_counts_as_any_other() -> None:
@@ -156,14 +156,14 @@ def copies(*lanes: Lane) -> list[OpRecord]:
 
 def test_copies_that_run_together_share_host_memory() -> None:
     slow = Host(memory_gbps=30.0)  # one copy takes 20 of it, two get 15 each
-    alone = estimate_step(copies(Lane.COPY_IN), CARD, upload_bytes=0, host=slow)
-    both = estimate_step(copies(Lane.COPY_IN, Lane.COPY_OUT), CARD, upload_bytes=0, host=slow)
+    alone = estimate(*copies(Lane.COPY_IN), host=slow)
+    both = estimate(*copies(Lane.COPY_IN, Lane.COPY_OUT), host=slow)
     assert alone.busy_seconds[Lane.COPY_IN] == pytest.approx(1e-3, rel=ROUNDING)
     assert both.busy_seconds[Lane.COPY_OUT] == pytest.approx(1e-3 * 20 / 15, rel=ROUNDING)
 
 
 def test_a_copy_takes_its_rate_from_the_cards_memory() -> None:
-    time = estimate_step([*copies(Lane.COPY_IN), op(0, BYTES_PER_MS // 2)], CARD, upload_bytes=0)
+    time = estimate(*copies(Lane.COPY_IN), op(0, BYTES_PER_MS // 2))
     assert time.ops[1].duration_s == pytest.approx(0.5e-3 * 800 / 780, rel=ROUNDING)
 
 
@@ -206,11 +206,9 @@ def test_ops_follow_each_other_and_their_shares_sum_up_to_the_step() -> None:
     assert time.bytes_moved == 6 * BYTES_PER_MS + 1
 
 
-def test_efficiencies_scale_the_rates() -> None:
-    perfect = Efficiency(matmul=1.0, memory=1.0, bus=1.0, launch_seconds=0.0, kernel_seconds=0.0)
-    time = estimate(
-        op(100_000_000_000, 1), op(0, 1_000_000_000), op(0, 1_000), upload_bytes=25_000_000, efficiency=perfect
-    )
+def test_curves_scale_the_rates() -> None:
+    perfect = replace(CURVES, gemm=1.0, memory=1.0, bus=1.0, launch_seconds=0.0, kernel_seconds=0.0)
+    time = estimate(op(100_000_000_000, 1), op(0, 1_000_000_000), op(0, 1_000), upload_bytes=25_000_000, curves=perfect)
     assert [timed.duration_s for timed in time.ops] == pytest.approx([1e-3, 1e-3, 1e-9], rel=ROUNDING)
     assert time.upload_seconds == pytest.approx(1e-3, rel=ROUNDING)
 
@@ -222,51 +220,130 @@ def test_a_step_without_ops_is_its_upload() -> None:
     assert time.bound is Bottleneck.TRANSFER
 
 
-def test_a_card_reaches_what_was_fitted_on_it_or_its_family() -> None:
-    shares = {
-        name: efficiency_of(find_card(name)) for name in ("rtx-4090", "rtx-4070-ti-super", "rtx-4080", "h100-sxm")
-    }
-    assert shares["rtx-4070-ti-super"] == shares["rtx-4080"] != shares["rtx-4090"]
-    assert shares["rtx-4080"].matmul > shares["h100-sxm"].matmul  # a data-center card's rate is cut by its power limit
+CATALOGUE = sorted(card_catalogue())
+LARGE = (1 << 17, 1 << 17, 1 << 17)
+
+
+def product(shape: tuple[int, int, int], dtype: str = "bfloat16") -> OpRecord:
+    rows, columns, inner = shape
+    moved = 2 * (rows * inner + inner * columns + rows * columns)
+    return replace(op(2 * rows * columns * inner, moved, dtype=dtype), shape=shape)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_very_large_product_takes_its_share_of_the_peak_and_a_tiny_kernel_the_shortest_time(name: str) -> None:
+    card, dtype = find_card(name), "bfloat16" if find_card(name).has_bfloat16_tensor_cores else "float16"
+    curves, large = curves_of(card), product(LARGE, dtype)
+    share = large.flops / card.flops_per_second[dtype] / estimate_step([large], card, upload_bytes=0).seconds
+    ends = 1 << 17  # what the inner dimension and the last wave of tiles leave
+    assert share == pytest.approx(curves.gemm, rel=2 * curves.inner_half / ends + 0.001)
+    assert estimate_step([op(0, 8)], card, upload_bytes=0).seconds == curves.kernel_seconds
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_larger_product_takes_no_less_time(place: int) -> None:
+    seconds = []
+    for size in range(16, 4096, 61):
+        shape = [512, 512, 512]
+        shape[place] = size
+        seconds.append(estimate_step([product((*shape,))], find_card("a100-80gb"), upload_bytes=0).seconds)  # type: ignore[arg-type]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("name", ["aten.mul", "hybridkernels.rms_norm", "aten._log_softmax", "aten.embedding", "nf4"])
+def test_a_kernel_that_moves_more_takes_no_less_time(name: str) -> None:
+    card = find_card("rtx-4090")
+    ops = [replace(op(0, 1 << power), name=name) for power in range(8, 34) if not 1 << power > card.l2_mib << 18]
+    seconds = [estimate_step([one], card, upload_bytes=0).seconds for one in ops]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] > seconds[0]
+
+
+def test_longer_attention_takes_more_time_but_less_for_each_score() -> None:
+    seconds = []
+    for length in (256, 1024, 4096, 16384):
+        one = replace(op(2 * 32 * length**2 * 128, 1), name="hybridkernels.causal_attention", shape=(32, length, 128))
+        seconds.append(estimate_step([one], find_card("h100-sxm"), upload_bytes=0).seconds / length**2)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] > seconds[0] / 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"flops": 1}, Kernel.GEMM), ({"flops": 1, "name": "aten._flash_attention_forward"}, Kernel.ATTENTION),
+        ({"name": "hybridkernels.rms_norm_backward.default"}, Kernel.NORMALIZATION),
+        ({"name": "aten.native_layer_norm.default"}, Kernel.NORMALIZATION),
+        ({"name": "aten._foreach_norm.Scalar"}, Kernel.REDUCTION), ({"name": "aten._log_softmax.default"}, Kernel.LOSS),
+        ({"name": "aten.nll_loss_backward.default"}, Kernel.LOSS), ({"name": "aten.index_add_"}, Kernel.GATHER),
+        ({"name": "hybridkernels.dequantize_nf4"}, Kernel.QUANTIZE), ({"name": "aten.add.Tensor"}, Kernel.ELEMENTWISE),
+        ({"name": "aten.add.Tensor", "stage": Stage.UPDATE}, Kernel.OPTIMIZER),
+    ],
+)  # fmt: skip
+def test_an_ops_class_follows_from_its_arithmetic_its_stage_and_its_name(changes: dict[str, Any], kind: Kernel) -> None:
+    assert class_of(replace(op(0, 1), **changes)) is kind
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_card_without_times_of_its_own_has_its_generations_shares_and_no_smaller_spread(name: str) -> None:
+    card = find_card(name)
+    unknown = replace(card, name=f"unknown {card.name}")
+    own, other = curves_of(card), curves_of(unknown)
+    assert other == curves_in("all", card.generation)
+    assert all(other.spread[kind] >= own.spread[kind] for kind in Kernel)
+
+
+def test_a_steps_spread_is_that_of_its_kernels_by_their_time_and_of_the_step() -> None:
+    curves = replace(CURVES, spread=dict.fromkeys(Kernel, 0.0) | {Kernel.GEMM: 0.3, Kernel.ELEMENTWISE: 0.4})
+    residual = time_errors()["source_out"].spread
+    product, traffic = op(BF16_FLOPS_PER_MS, 1), op(0, 3 * BYTES_PER_MS)
+    assert estimate(product, curves=curves).spread == pytest.approx((residual**2 + 0.3**2) ** 0.5)
+    both = estimate(product, traffic, curves=curves)
+    assert both.spread == pytest.approx((residual**2 + (0.3 / 4) ** 2 + (0.4 * 3 / 4) ** 2) ** 0.5)
+    low, high = both.interval_s
+    assert (low, high) == pytest.approx((4e-3 / exp(WIDTH_OF_80 * both.spread), 4e-3 * exp(WIDTH_OF_80 * both.spread)))
+
+
+def test_a_step_that_waits_is_less_sure() -> None:
+    alone = estimate(op(BF16_FLOPS_PER_MS, 1)).spread
+    waiting = estimate(op(BF16_FLOPS_PER_MS, 1), upload_bytes=4 * BUS_BYTES_PER_MS).spread
+    assert waiting == pytest.approx(
+        (
+            time_errors()["source_out"].spread ** 2
+            + (0.8 * time_errors()["waiting"].spread) ** 2
+            + (alone**2 - time_errors()["source_out"].spread ** 2) / 25
+        )
+        ** 0.5
+    )
 
 
 def test_the_errors_of_the_time_model_are_those_of_runs_left_out_or_never_fitted() -> None:
     errors = time_errors()
-    assert errors.keys() == {"leave_one_card_out", "leave_one_size_out", "waiting"}
-    assert all(abs(error.mean) <= error.mean_absolute <= abs(error.largest) for error in errors.values())
-
-
-@pytest.mark.parametrize("name", ["rtx-a5000", "rtx-a6000", "l4"])
-def test_a_card_of_no_family_keeps_the_assumed_shares(name: str) -> None:
-    assert efficiency_of(find_card(name)) == DEFAULT_EFFICIENCY
-    assert efficiency_of(CARD).matmul == 0.75
-
-
-def test_a_step_is_timed_at_its_cards_shares() -> None:
-    card = find_card("rtx-4090")
-    time = estimate_step([op(card.tflops_bf16 * 1e12, 1)], card, upload_bytes=0)
-    assert time.seconds == pytest.approx(1 / efficiency_of(card).matmul, rel=ROUNDING)
+    assert errors.keys() == {"source_out", "waiting", "ratio"}
+    assert errors["ratio"].mean_absolute < errors["source_out"].mean_absolute  # what two speeds share drops out
+    assert all(max(abs(error.mean), error.mean_absolute) <= error.largest for error in errors.values())
+    assert 0.7 <= errors["source_out"].covered <= 0.9  # of intervals that are to hold 80 %
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "dtype", "tflops"),
+    ("name", "kind", "dtype", "tflops", "curve"),
     [
-        ("t4", "aten.mm", "bfloat16", 8.1),
-        ("t4", "aten.mm", "float16", 65.0),
-        ("t4", "hybridkernels.causal_attention", "float16", 8.1 * 0.7),
-        ("a100-80gb", "hybridkernels.causal_attention", "float16", 312.0 * 0.7),
+        ("t4", "aten.mm", "bfloat16", 8.1, "gemm"),
+        ("t4", "aten.mm", "float16", 65.0, "gemm"),
+        ("t4", "hybridkernels.causal_attention", "float16", 8.1, "attention"),
+        ("a100-80gb", "hybridkernels.causal_attention", "float16", 312.0, "attention"),
     ],
 )
 def test_cards_below_8_0_multiply_bfloat16_and_attend_at_the_rate_of_fp32(
-    name: str, kind: str, dtype: str, tflops: float
+    name: str, kind: str, dtype: str, tflops: float, curve: str
 ) -> None:
     card = find_card(name)
     work = replace(op(tflops * 1e12, 1), name=kind, dtype=dtype)
     time = estimate_step([work], card, upload_bytes=0)
-    assert time.seconds == pytest.approx(1 / efficiency_of(card).matmul, rel=ROUNDING)
+    assert time.seconds == pytest.approx(1 / getattr(curves_of(card), curve), rel=ROUNDING)
 
 
 def test_shares_may_exceed_the_datasheet_but_not_vanish() -> None:
-    assert Efficiency(matmul=1.1).matmul == 1.1
-    with pytest.raises(ValueError, match=r"matmul: 0 must be above 0\nlaunch_seconds: -1 must be at least 0"):
-        Efficiency(matmul=0, launch_seconds=-1)
+    assert replace(CURVES, gemm=1.1).gemm == 1.1
+    with pytest.raises(ValueError, match=r"gemm: 0 must be above 0\nlaunch_seconds: -1 must be at least 0"):
+        replace(CURVES, gemm=0, launch_seconds=-1)

@@ -28,7 +28,10 @@ from hybridvalidation.experiments.atlas import (
     read_atlas_file,
 )
 from hybridvalidation.experiments.atlas_runs import make_atlas, make_columns
+from hybridvalidation.gate.atlas import compare_atlas
+from hybridvalidation.gate.gate import Order
 from hybridvalidation.records.store import append_record
+from hybridvalidation.show.pages.atlas import atlas_text
 
 SCENARIOS, RECORDS = Path("scenarios"), Path("results/records")
 CARDS = ("h100-sxm", "rtx-3050-laptop-4gb", "rtx-4080", "rtx-4090", "titan-rtx")
@@ -83,9 +86,9 @@ def test_a_job_answers_what_the_commands_answer(record: AtlasRecord, capsys: pyt
 def test_committed_cells_are_what_the_commands_answer(capsys: pytest.CaptureFixture[str]) -> None:
     atlas = read_atlas(SCENARIOS, RECORDS)
     assert atlas is not None
-    small = [
-        cell for name, record in atlas.records.items() if PRESETS[name].num_params < 1e9 for cell in record.cells()
-    ]
+    known = {name: record for name, record in atlas.records.items() if name not in atlas.outdated()}
+    small = [cell for name, record in known.items() if PRESETS[name].num_params < 1.3e9 for cell in record.cells()]
+    assert {place.partition("/")[0] for place in atlas.file.readme} <= known.keys()
     text = (RECORDS / "atlas.jsonl").read_text(encoding="utf-8")
     for cell in chosen_cells(small, 3, text):  # other ones with every change of the file
         assert same(cell, answer(cell, capsys)), cell
@@ -99,6 +102,19 @@ def test_every_committed_model_was_asked_what_the_file_asks() -> None:
         name: jobs[name].levels for name in atlas.records
     }
     assert all(record.lengths == jobs[name].lengths for name, record in atlas.records.items())
+
+
+def test_figures_of_an_earlier_time_model_are_told_and_not_compared() -> None:
+    atlas = read_atlas(SCENARIOS, RECORDS)
+    assert atlas is not None
+    old = {name: replace(record, key="0" * 16) for name, record in atlas.records.items()}
+    atlas = replace(atlas, records=old, file=replace(atlas.file, models=atlas.file.models[:1]))
+    atlas = atlas.of([atlas.file.models[0].name])
+    assert atlas.outdated() == (atlas.file.models[0].name,)
+    assert f"an earlier time model for 1 models: {atlas.file.models[0].title}." in atlas_text(atlas)
+    compared = compare_atlas(atlas, Order())
+    assert compared.subject == "0 cells of the atlas"
+    assert any("1 of 1 models" in note for note in compared.notes)
 
 
 def test_a_full_dry_run_is_made_once_for_cards_with_the_same_option(

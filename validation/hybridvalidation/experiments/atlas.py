@@ -15,6 +15,7 @@ from hybridtrain.models.model_config import MOST_TOKENS, PRESETS, ModelConfig
 from hybridtrain.planning.fitting import METHODS, precisions
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict, card_catalogue
+from hybridtrain.virtual_gpu.cards.kernels import Curves, curves_of
 from hybridvalidation.records.outcome import Evidence
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import keep_lines, read_lines
@@ -82,7 +83,7 @@ class AtlasFile:
         return AtlasJob(
             model=name, shape=PRESETS[name], cards=card_catalogue(), lengths=within(self.lengths),
             planned=within(self.planned), longest=within((*self.longest, MOST_TOKENS)), levels=self.levels,
-            host_memory=self.host_memory,
+            host_memory=self.host_memory, curves={name: curves_of(card) for name, card in card_catalogue().items()},
         )  # fmt: skip
 
 
@@ -100,6 +101,8 @@ class AtlasJob:
     """Lengths that are tried for the longest sequence."""
     levels: tuple[str, ...]
     host_memory: str
+    curves: Mapping[str, Curves]
+    """What kernels reach on the cards: the fastest option depends on it."""
 
     @property
     def card_names(self) -> tuple[str, ...]:
@@ -290,6 +293,11 @@ class Atlas:
         """Return the part of some models."""
         records = {name: record for name, record in self.records.items() if name in models}
         return replace(self, records=records, checks=[check for check in self.checks if check.cell.model in records])
+
+    def outdated(self) -> tuple[str, ...]:
+        """Return the models that were fitted on other cards, at other lengths or by an earlier time model."""
+        jobs = self.file.jobs()
+        return tuple(name for name, record in self.records.items() if record.key != jobs[name].key)
 
     @property
     def num_cells(self) -> int:

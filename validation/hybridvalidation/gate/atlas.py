@@ -27,9 +27,9 @@ def read_cells(files: ScenarioFiles, order: Order, results: Path) -> Atlas | Non
 
 
 def compare_atlas(atlas: Atlas, order: Order) -> Comparison:
-    """Run a few cells' commands again, and compare. Another program chooses others."""
-    jobs = atlas.file.jobs()
-    known = [cell for name, record in atlas.records.items() for cell in record.cells() if cell.card in jobs[name].cards]
+    """Run a few cells' commands again, and compare. Another program chooses others; outdated models are left out."""
+    outdated = atlas.outdated()
+    known = [cell for name, record in atlas.records.items() if name not in outdated for cell in record.cells()]
     cells, findings = chosen_cells(known, _MADE_AGAIN, program_digest()), list[Finding]()
     with progress_bar(cells, desc="fit", unit="cell", shown=order.progress) as bar:
         for cell in cells:
@@ -55,8 +55,9 @@ def _findings(old: Cell, new: Cell) -> list[Finding]:
 
 
 def _notes(atlas: Atlas) -> list[str]:
-    jobs = atlas.file.jobs()
-    others = [name for name, job in jobs.items() if name not in atlas.records or atlas.records[name].key != job.key]
+    outdated, models = len(atlas.outdated()), len(atlas.file.models)
+    others = models - len(atlas.records) + outdated
     if not others:
         return []
-    return [f"atlas: {len(others)} of {len(jobs)} models were asked otherwise or never; hybridtrain atlas --record"]
+    note = f"atlas: {others} of {models} models have no record, or one of an earlier time model"
+    return [f"{note}; hybridtrain atlas --record"]

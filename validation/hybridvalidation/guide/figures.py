@@ -55,7 +55,7 @@ class Figures(Results):
         rows = {
             "Memory": (memory, "each", "results/tables/recorded.md"),
             "Speed": (
-                f"estimated; off by {100 * TIME_ERROR:.0f} % on other cards, of two trainers; more on other software",
+                f"estimated; off by {100 * TIME_ERROR:.0f} % on runs of repositories left out of the fit",
                 "runs", "results/time-model.md",
             ),
             "Quality": (

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 from hybridtrain.planning.figures import MemoryFigures
-from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
+from hybridtrain.planning.time_error import RATIO_ERROR, TIME_ERROR, WAITING_ERROR
 from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 from hybridvalidation.judge.statistics import Interval
 
-LEAST_WAITING, MOST_WAITING = 0.05, 0.18
+LEAST_WAITING, MOST_WAITING = 0.04, 0.18
 """Shares of waiting in recorded steps with transfer as bottleneck (results/time-model.md)."""
 _WAITING = (Bottleneck.TRANSFER, Bottleneck.HOST, Bottleneck.DISK, Bottleneck.LINK)
 
@@ -19,9 +19,10 @@ def waiting_share(memory: MemoryFigures) -> float:
 
 
 def time_error_of(*memories: MemoryFigures) -> float:
-    """Return the relative error of a speed or a ratio of speeds; larger for steps that wait."""
-    is_waiting = any(waiting_share(memory) >= LEAST_WAITING for memory in memories)
-    return WAITING_ERROR if is_waiting else TIME_ERROR
+    """Return the relative error of a speed, or of the ratio of two; larger for steps that wait."""
+    if any(waiting_share(memory) >= LEAST_WAITING for memory in memories):
+        return WAITING_ERROR
+    return TIME_ERROR if len(memories) == 1 else RATIO_ERROR
 
 
 def waiting_text(memory: MemoryFigures) -> str:

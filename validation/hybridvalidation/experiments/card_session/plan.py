@@ -13,7 +13,7 @@ from hybridtrain.planning.fitting import recommend
 from hybridtrain.stacks import Stack
 from hybridtrain.units import MIB, format_bytes
 from hybridtrain.virtual_gpu.cards.card import Card, Host, card_catalogue
-from hybridtrain.virtual_gpu.cards.roofline import DEFAULT_EFFICIENCY
+from hybridtrain.virtual_gpu.cards.kernels import curves_in
 from hybridvalidation.experiments.card_session.parts import Part
 from hybridvalidation.experiments.card_session.record import Ceilings
 from hybridvalidation.records.asked import plan_figures
@@ -56,13 +56,14 @@ def card_under_cap(ceilings: Ceilings, cap_bytes: int) -> Card:
     if alike:  # an RTX 3080 of 12 GB has more multiprocessors than one of 10 GB
         facts = min(alike, key=lambda card: abs(card.sms - ceilings.num_sms))
         return replace(facts, memory_mib=memory_mib, context_mib=context_mib)
-    tflops = ceilings.matmul_tflops / DEFAULT_EFFICIENCY.matmul
+    reached = curves_in("all")
+    tflops = ceilings.matmul_tflops / reached.gemm
     share = _FP32_SHARE if float(ceilings.compute_capability) >= 8.0 else 1.0
     return Card(
         name=ceilings.name, memory_mib=memory_mib, context_mib=context_mib,
         compute_capability=ceilings.compute_capability, tflops_bf16=tflops, tflops_fp32=tflops * share,
-        memory_gbps=ceilings.device_copy_gbps / DEFAULT_EFFICIENCY.memory,
-        pcie_gbps=ceilings.in_gbps / DEFAULT_EFFICIENCY.bus, sms=ceilings.num_sms,
+        memory_gbps=ceilings.device_copy_gbps / reached.memory,
+        pcie_gbps=ceilings.in_gbps / reached.bus, sms=ceilings.num_sms,
     )  # fmt: skip
 
 

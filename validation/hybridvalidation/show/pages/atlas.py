@@ -49,6 +49,15 @@ def checks_sentence(checks: Sequence[AtlasCheck]) -> str:
     return " ".join(sentences)
 
 
+def outdated_sentence(atlas: Atlas) -> str:
+    """Return which models have figures of an earlier time model; empty: none."""
+    titles = {model.name: model.title for model in atlas.file.models}
+    if not (names := atlas.outdated()):
+        return ""
+    listed = ", ".join(titles[name] for name in names)
+    return f"Speeds, and options chosen by speed, are of an earlier time model for {len(names)} models: {listed}."
+
+
 def atlas_text(atlas: Atlas, style: str = MARKDOWN) -> str:
     """Return the page of an atlas, or its tables for a terminal."""
     return "\n\n".join(_text(atlas, style))
@@ -132,8 +141,8 @@ def _text(atlas: Atlas, style: str) -> Iterator[str]:
         "Every cell is the answer of `hybridtrain fit MODEL --card CARD --method PRECISION --seq N`. Bytes of what "
         f"fits at {', '.join(f'{length:,}' for length in file.planned)} tokens are planned, by a dry run of every "
         "block. Others are extrapolated from a dry run of three blocks, as by `--quick`. "
-        f"Speeds are estimated: off by {TIME_ERROR:.0%} on average on cards they were not calibrated on, by "
-        f"{WAITING_ERROR:.0%} where a step waits for copies."
+        f"Speeds are estimated: off by {TIME_ERROR:.0%} on average on repositories left out of the fit, by "
+        f"{WAITING_ERROR:.0%} where a step waits for copies. {outdated_sentence(atlas)}".rstrip()
     )
     if atlas.checks:
         yield "## Cells planned again"

@@ -8,7 +8,7 @@ from hybridtrain.reports.tables import MARKDOWN, table
 from hybridtrain.units import format_count, to_gib
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import MARGIN_TOLD
-from hybridtrain.virtual_gpu.cards.roofline import efficiency_of
+from hybridtrain.virtual_gpu.cards.kernels import curves_of
 from hybridvalidation.experiments.stack_runs import ScenarioRun
 from hybridvalidation.judge.joint import judge_all, judge_jointly
 from hybridvalidation.judge.metrics import accuracy_retention, perplexity_ratio
@@ -196,7 +196,7 @@ def _interval(interval: Interval | None) -> str:
 
 def _how(run: ScenarioRun) -> str:
     """Return the evidence of each kind of figure."""
-    efficiency, host = efficiency_of(run.scenario.card.resolve()), run.rank_host
+    curves, host = curves_of(run.scenario.card.resolve()), run.rank_host
     each = " of one rank" if run.scenario.world > 1 else ""
     limit = (
         "" if host.memory_gib is None else f", of {to_gib(int(host.tensor_bytes)):.1f} GiB that the host has for them"
@@ -205,8 +205,8 @@ def _how(run: ScenarioRun) -> str:
         f"Memory: planned, by a dry run of the trainer on the virtual GPU. Host GiB are offloaded tensors{each}, "
         f"without the process itself{limit}. Barely: {MARGIN_TOLD}. "
         f"Speed: estimated, by a roofline at "
-        f"{100 * efficiency.matmul:.0f} % of the card's matmul rate for large products, less for small ones, and "
-        f"{100 * efficiency.memory:.0f} % of its bandwidths."
+        f"{100 * curves.gemm:.0f} % of the card's matmul rate for large products, less for small ones, and "
+        f"{100 * curves.memory:.0f} % of its memory's bandwidth."
     )
     if not _is_trained(run):
         return told

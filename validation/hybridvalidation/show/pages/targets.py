@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
+from hybridtrain.planning.time_error import RATIO_ERROR, TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.tables import MARKDOWN, table_with_notes
 from hybridtrain.units import format_count
 from hybridvalidation.judge.joint import judge_all, judge_jointly
@@ -36,10 +36,10 @@ _HOW = f"""## What a verdict means
 - Registered studies count first, then scenarios, then single stacks. The least favourable of those that count stands.
 - A scenario's row is judged on the stack that does best on all its rows: fewest missed, then most held.
 - A quality ladder judges at its largest finished model size; smaller ones are told.
-- The time model's error is the mean absolute error of single speeds on held-out cards, {100 * TIME_ERROR:.1f} %.
+- The time model's error is the mean absolute error of speeds by trainers left out of its fit, {100 * TIME_ERROR:.1f} %.
 - It is {100 * WAITING_ERROR:.1f} % for steps that wait {LEAST_WAITING:.0%} of their time or more, over recorded runs on
   fitted cards, before a rule was added.
-- A ratio of two speeds takes the same error, though recipes of other trainers on one card differ by more.
+- That of a ratio of two speeds of one model on one card, by one trainer, is {100 * RATIO_ERROR:.1f} %.
 - GB of a card are read as GiB, as cards are sold.
 - Intervals are of 95 %, or of 97.5 % where the ladder registers a second interim analysis.
 - The evidence of what decides stands behind the figure's own.

@@ -10,7 +10,7 @@ from hybridtrain.reports.fit_arguments import parse_host
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE
 from hybridvalidation.experiments.atlas import LABELS, QUICK, Atlas, AtlasRecord, command_of
-from hybridvalidation.show.pages.atlas import card_note, card_title, checks_sentence
+from hybridvalidation.show.pages.atlas import card_note, card_title, checks_sentence, outdated_sentence
 
 DATA_FILE = "atlas-data.js"
 _TOKENS = 100_000_000
@@ -69,7 +69,8 @@ def atlas_view(atlas: Atlas) -> AtlasView:
     return AtlasView(
         models={family: {name: titles[name] for name in names} for family, names in families}, cards=cards,
         levels=levels, lengths=atlas.file.lengths, num_cells=atlas.num_cells, host_memory=atlas.file.host_memory,
-        checks=checks_sentence(atlas.checks), time_error=f"{TIME_ERROR:.0%}", waiting_error=f"{WAITING_ERROR:.0%}",
+        checks=f"{checks_sentence(atlas.checks)} {outdated_sentence(atlas)}".strip(),
+        time_error=f"{TIME_ERROR:.0%}", waiting_error=f"{WAITING_ERROR:.0%}",
         script=f"window.ATLAS = {json.dumps(data, separators=(',', ':'))};\n".encode(),
     )  # fmt: skip
 
