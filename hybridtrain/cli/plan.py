@@ -268,6 +268,7 @@ def fit(
     margin: float | None = None,
     world: Count = 1,
     link: Link = "pcie",
+    matmul: Literal["full", "float8", "int8"] = "full",
     solve: Literal["batch", "seq", "card", "host"] | None = None,
     least: Flag = False,
     quick: Flag = False,
@@ -289,6 +290,7 @@ def fit(
             Default: all; with --solve full training at its most exact and at its smallest, lora, qlora.
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.
         world: Number of cards; optimizer state is sharded among them if the optimizer allows it (ZeRO).
+        matmul: Arithmetic of the blocks' products: the precision's own (full), or 8 bits, faster and less exact.
         solve: Find the largest micro-batch (batch), the longest sequence (seq), the smallest card of the catalogue
             (card, without --card) or the least host memory (host) that fits, and what is full beyond it.
         least: Show each method at the least memory of the card, not at its fastest.
@@ -310,6 +312,7 @@ def fit(
         tokens_per_step=tokens_per_step,
         world=world,
         link=link,
+        matmul=matmul,
         verb="fit",
         instead="name one (hybridtrain list cards), or a .toml file with its figures",
     )

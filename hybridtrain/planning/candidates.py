@@ -17,6 +17,7 @@ from hybridtrain.optimizations.grad_accumulation import GradAccumulation
 from hybridtrain.optimizations.gradient_checkpointing import GradientCheckpointing
 from hybridtrain.optimizations.int8_optimizer import Int8Optimizer
 from hybridtrain.optimizations.int8_weights import Int8Weights
+from hybridtrain.optimizations.low_bit_matmul import LowBitMatmul
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.optimizer_offload import OptimizerOffload
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
@@ -202,6 +203,18 @@ class Candidate:
         return self.arrangement.optimizations(self.level, count, self.keep_last, self.resident_layers)
 
 
+Matmul = Literal["full", "float8", "int8"]
+"""The arithmetic of the blocks' products: the compute dtype's, or 8 bits."""
+
+
+def in_low_bit(level: Numerics, matmul: Literal["float8", "int8"]) -> Numerics:
+    """Return a level whose blocks multiply in 8 bits."""
+    return replace(
+        level, name=f"{level.name}_{matmul}-matmuls", label=f"{level.label}, {matmul} matmuls",
+        optimizations=(*level.optimizations, LowBitMatmul(format=matmul)),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class FitRequest:
     """A model, its workload, and the cards and machine to train it on."""
@@ -214,6 +227,7 @@ class FitRequest:
     """Per optimizer step, of all cards."""
     world: World = field(default_factory=World)
     """How many cards, and what joins them."""
+    matmul: Matmul = "full"
 
     def __post_init__(self) -> None:
         if self.num_sequences % self.world.size:

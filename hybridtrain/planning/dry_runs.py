@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybridtrain.data.batches import TokenBatch
+from hybridtrain.errors import ConfigError
 from hybridtrain.kernel_rules import rules_of
 from hybridtrain.memory.group import Group, VirtualGroup
 from hybridtrain.memory.transfer import Transfer, VirtualTransfer
 from hybridtrain.models.model_config import ModelConfig, Workload, check_workload
 from hybridtrain.phase import Phase
-from hybridtrain.plan.memory_plan import MemoryPlan
+from hybridtrain.plan.memory_plan import LinearKind, MemoryPlan
 from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
@@ -121,6 +122,14 @@ def record_steps(
     return ledger.trace()
 
 
+def check_low_bit(plan: MemoryPlan, card: Card) -> None:
+    """Raise ``ConfigError`` if a card cannot multiply in the plan's 8-bit format."""
+    kind = plan.for_phase(Phase.FULL).linear
+    if kind in {LinearKind.INT8, LinearKind.FLOAT8} and kind.value not in card.low_bit_formats:
+        allowed = ", ".join(card.low_bit_formats) or "none; drop low_bit_matmul"
+        raise ConfigError("low_bit_matmul", [f"format: {card.name} multiplies no {kind}; allowed: {allowed}"])
+
+
 def on_card(run: DryRun, card: Card, host: Host) -> DryRun:
     """Return the dry run of one rank as it is on another card, with as large cuBLAS workspaces and the same kernels."""
     capacity, workspace = card.allocator_capacity_bytes, card.cublas_workspace_bytes
@@ -181,6 +190,7 @@ class DryRunInputs:
 
     def dry_run(self, num_steps: int = 2) -> DryRun:
         """Run optimizer steps of one rank on the virtual card; as the function ``dry_run``."""
+        check_low_bit(self.plan, self.card)
         model, world, transfer = self.model, self.world, VirtualTransfer()
         phases = phases_of_cycle() if self.plan.for_phase(Phase.FULL).history_tensors == 1 else ()
         num_steps = len(phases) or num_steps
@@ -270,7 +280,7 @@ def dry_run(
     holds the most: a range that does not divide evenly is shorter on the last ones.
 
     Raises:
-        ConfigError: the workload does not suit the model, or the plan the ranks.
+        ConfigError: the workload does not suit the model, or the plan the ranks or the card.
     """
     return DryRunInputs(
         model=model, plan=plan, card=card, workload=workload, host=host or Host(), config=config or TrainerConfig(),

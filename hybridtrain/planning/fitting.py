@@ -24,7 +24,9 @@ from hybridtrain.planning.candidates import (
     Arrangement,
     Candidate,
     FitRequest,
+    Matmul,
     Numerics,
+    in_low_bit,
     sizes,
 )
 from hybridtrain.planning.dry_runs import DryRun
@@ -156,7 +158,7 @@ def fit(
     tries disk too where host memory has room. ``runs`` are shared by requests that differ in card, host or length.
     """
     search = _search(request, free_share, on_try, runs, is_exhaustive)
-    return in_order([search.option(method, level) for method, level in precisions(methods)])
+    return in_order([search.option(method, level) for method, level in precisions(methods, request.matmul)])
 
 
 def resident(
@@ -165,7 +167,7 @@ def resident(
 ) -> TrainingOption | None:  # fmt: skip
     """Return the fastest option with everything on the card; None: none fits. Arguments are those of ``fit``."""
     search = _search(request, free_share, lambda _text: None, runs, False)
-    found = (option for method, level in precisions(methods) for option in search.resident(method, level))
+    found = (o for method, level in precisions(methods, request.matmul) for o in search.resident(method, level))
     return max(found, key=speed, default=None)
 
 
@@ -182,7 +184,7 @@ def least(
     offloaded. Arguments are those of ``fit``.
     """
     search = _search(request, free_share, lambda _text: None, runs, False)
-    options = [search.least(method, level) for method, level in precisions(methods)]
+    options = [search.least(method, level) for method, level in precisions(methods, request.matmul)]
     return smallest_first(options)
 
 
@@ -212,7 +214,8 @@ def best_option(options: Sequence[TrainingOption]) -> TrainingOption | None:
         return None
     fastest = max(fitting, key=speed)
     alike = [other for other in fitting if other.method == fastest.method and speed(other) >= AS_FAST * speed(fastest)]
-    return min(alike, key=lambda option: levels_of(option.method).index(option.candidate.level))
+    places = {level.name: place for place, level in enumerate(levels_of(fastest.method))}
+    return min(alike, key=lambda option: places[option.candidate.level.name.partition("_")[0]])
 
 
 def verdict_of(request: FitRequest, option: TrainingOption) -> FitVerdict:
@@ -318,10 +321,14 @@ def _margin_bytes(run: DryRun) -> int:
     return reserved_range(run.trace, workspace_bytes=workspace, repeats=SETTLING_STEPS, with_lengths=False).margin_bytes
 
 
-def precisions(names: Collection[str]) -> list[tuple[Method, Numerics]]:
-    """Return what names of methods, or of single precisions, ask for; the most exact first."""
+def precisions(names: Collection[str], matmul: Matmul = "full") -> list[tuple[Method, Numerics]]:
+    """Return what names of methods, or of single precisions, ask for; the most exact first.
+
+    ``matmul`` multiplies each of them in 8 bits; their names say so.
+    """
     every = [(method, level) for method in METHODS for level in levels_of(method)]
-    return [(method, level) for method, level in every if method in names or level.name in names]
+    chosen = [(method, level) for method, level in every if method in names or level.name in names]
+    return chosen if matmul == "full" else [(method, in_low_bit(level, matmul)) for method, level in chosen]
 
 
 def levels_of(method: Method) -> tuple[Numerics, ...]:

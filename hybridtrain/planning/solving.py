@@ -101,7 +101,7 @@ def solve(
     """
     solver = _Solver(_axis(request, quantity, free_share), free_share, runs or ShortRuns(), plans)
     found = list[Solved]()
-    for method, level in precisions(methods):
+    for method, level in precisions(methods, request.matmul):
         on_try(level.name)
         found.append(solver.solved(method, level))
     return tuple(sorted(found, key=_order))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.find_model import find_model
 from hybridtrain.models.model_config import MOST_TOKENS, asked_workload, check_workload
-from hybridtrain.planning.candidates import FitRequest
+from hybridtrain.planning.candidates import FitRequest, Matmul
 from hybridtrain.sizes import parse_size
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
@@ -27,6 +27,7 @@ class FitArguments:
     """None: 131072 in whole sequences."""
     world: int = 1
     link: str = "pcie"
+    matmul: Matmul = "full"
     verb: str = "recommend"
     instead: str = "name one, or give --scenario"
     """What to do where model or card are missing."""
@@ -44,7 +45,12 @@ class FitArguments:
         if num_sequences % world.size:
             fault = f"{num_sequences} sequences of {seq_len} tokens must be a multiple of {world.size} cards"
             raise ConfigError("--tokens-per-step", [f"{fault}; give {world.size * seq_len} times any number"])
-        return FitRequest(shape, find_card(self.card), parse_host(self.host_memory), seq_len, num_sequences, world)
+        card = find_card(self.card)
+        if self.matmul != "full" and self.matmul not in card.low_bit_formats:
+            allowed = ", ".join(("full", *card.low_bit_formats))
+            raise ConfigError("--matmul", [f"{card.name} multiplies no {self.matmul}; allowed: {allowed}"])
+        host = parse_host(self.host_memory)
+        return FitRequest(shape, card, host, seq_len, num_sequences, world, self.matmul)
 
 
 def parse_host(memory: str) -> Host:

@@ -551,7 +551,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _op_record(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> OpRecord:
         operands = tensors_in([*args, *kwargs.values()])
-        dtype = next((str(tensor.dtype)[6:] for tensor in operands if tensor.is_floating_point()), "")
+        is_product = _LOW_BIT_PRODUCT in func._schema.name  # of codes, which are no floats in int8
+        dtype = next((str(t.dtype)[6:] for t in operands if is_product or t.is_floating_point()), "")
         waits, self._joined = tuple(self._joined), []
         return OpRecord(
             name=str(func),
@@ -563,8 +564,17 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             bytes_moved=count_bytes(func, args, kwargs, out),
             dtype=dtype,
             waits=waits,
-            shape=_matmul_shape(args) if func in MATMUL_OPS else _attention_shape(func, args),
+            shape=(
+                _matmul_shape(args)
+                if func in MATMUL_OPS
+                else (args[0].shape[0], args[2].shape[0], args[0].shape[1])
+                if is_product
+                else _attention_shape(func, args)
+            ),
         )
+
+
+_LOW_BIT_PRODUCT = "scaled_matmul"
 
 
 def _matmul_shape(args: Sequence[Any]) -> tuple[int, int, int]:

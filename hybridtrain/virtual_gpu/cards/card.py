@@ -90,7 +90,7 @@ class Card:
     l2_mib: int = 0
     """Second-level cache; 0: unknown, every op is taken to read device memory."""
     tops_int8: float = 0.0
-    """0: unknown."""
+    """Dense rate of int8 products added in int32; 0: unknown."""
     context_mib: int = None  # type: ignore[assignment]  # filled in below
     """CUDA context and libraries in MiB, outside the allocator: what a process holds beside reserved bytes."""
     nvidia_smi_mib: int = field(default=0, compare=False)
@@ -177,6 +177,12 @@ class Card:
         return self.capability >= _FLOAT8_TENSOR_CORES
 
     @property
+    def low_bit_formats(self) -> tuple[str, ...]:
+        """Formats in which tensor cores multiply 8 bits, as of optimization ``low_bit_matmul``."""
+        has_int8 = self.tops_int8 > 0 and self.has_bfloat16_tensor_cores
+        return ("float8",) * self.has_float8_tensor_cores + ("int8",) * has_int8
+
+    @property
     def limits(self) -> tuple[CardLimit, ...]:
         """Return what an answer about this card must say."""
         holds = {
@@ -213,10 +219,12 @@ class Card:
 
     @property
     def flops_per_second(self) -> dict[str, float]:
-        """Peak rate by element type; of float8 twice that of bfloat16 (vendor whitepapers)."""
+        """Peak rate by element type; of float8 twice that of bfloat16 (vendor whitepapers); int8 where it is known."""
         rates = {"bfloat16": self.tflops_bf16, "float16": self._float16_tflops, "float32": self.tflops_fp32}
         if self.has_float8_tensor_cores:
             rates |= {"float8_e4m3fn": 2 * self.tflops_bf16, "float8_e5m2": 2 * self.tflops_bf16}
+        if self.tops_int8:
+            rates["int8"] = self.tops_int8
         return {name: tflops * 1e12 for name, tflops in rates.items()}
 
     @property

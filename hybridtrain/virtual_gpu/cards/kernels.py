@@ -59,6 +59,7 @@ class Curves:
     gemm_float32: float
     """Likewise of 32 bits, without TF32."""
     gemm_float8: float
+    """Likewise of 8 bits; of int8 it is assumed."""
     inner_half: float
     """Inner dimension of a product at which half of that is reached."""
     waves_half: float
@@ -197,7 +198,9 @@ class KernelTimes:
                     keys / (keys + curves.length_half) * width / (width + curves.head_half * peak / self._sms / 1e12)
                 )
             return op.flops / (peak * share)
-        by_dtype = {"float32": curves.gemm_float32, "float8_e4m3fn": curves.gemm_float8}
+        by_dtype = {
+            "float32": curves.gemm_float32, "float8_e4m3fn": curves.gemm_float8, "int8": curves.gemm_float8
+        }  # fmt: skip
         share = by_dtype.get(op.dtype, curves.gemm)
         if op.shape is not None and min(op.shape[:2]) >= _NARROW:
             rows, columns, inner = op.shape
