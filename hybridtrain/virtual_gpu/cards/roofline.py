@@ -134,7 +134,7 @@ def estimate_step(
         ...     out = torch.empty(4096, 4096) @ torch.empty(4096, 4096)
         >>> time = estimate_step(ledger.trace().ops, find_card("rtx-4090"), upload_bytes=0)
         >>> time.flops, f"{1000 * time.seconds:.2f} ms", time.bound
-        (137438953472, '1.74 ms', <Bottleneck.COMPUTE: 'compute'>)
+        (137438953472, '2.62 ms', <Bottleneck.COMPUTE: 'compute'>)
 
     Args:
         ops: The step's, in the order in which they were given to their lanes.

@@ -24,6 +24,7 @@ from hybridtrain.stacks import Stack
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, MIB
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.kernels import curves_in
 from hybridvalidation.child import ChildResult
 from hybridvalidation.experiment import missing_package
 from hybridvalidation.experiments import measure
@@ -524,7 +525,7 @@ class TestPlan:
 
     def test_an_unknown_card_gets_the_rates_that_were_measured(self) -> None:
         card = card_under_cap(replace(CEILINGS, name="NVIDIA Z1", compute_capability="13.0"), 16 * GIB)
-        assert card.tflops_bf16 * 0.75 == pytest.approx(780.0)
+        assert card.tflops_bf16 * curves_in("all").gemm == pytest.approx(780.0)
         assert card.pcie_gbps * 0.8 == pytest.approx(55.0)
         assert card.memory_mib == 16 * 1024
 
@@ -536,7 +537,7 @@ class TestPlan:
 
     def test_an_unknown_card_without_bfloat16_tensor_cores_has_one_rate(self) -> None:
         card = card_under_cap(replace(CEILINGS, name="Quadro Z1", compute_capability="7.5"), 16 * GIB)
-        assert card.tflops_bf16 == card.tflops_fp32 == pytest.approx(780.0 / 0.75)
+        assert card.tflops_bf16 == card.tflops_fp32 == pytest.approx(780.0 / curves_in("all").gemm)
 
     def test_a_given_stack_is_run_dry(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(model_config.PRESETS, "tiny", TINY)
