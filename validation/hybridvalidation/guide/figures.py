@@ -53,8 +53,8 @@ class Figures(Results):
             f"blind: mean error {100 * (first_error(peaks) or 0.0):.0f} %"
         )
         speed = (
-            f"estimated; off by {100 * TIME_ERROR:.0f} % on runs of repositories left out of the fit, more on rows kept "
-            "back"
+            f"estimated; off by {100 * TIME_ERROR:.0f} % on runs of repositories left out of the fit, more on rows "
+            "kept back"
         )
         rows = {
             "Memory": (memory, "each", "results/tables/recorded.md"),

@@ -1,0 +1,46 @@
+"""8-bit products in plans: their rate by card and format, options of the search, and cards that have none."""
+
+import pytest
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.models.model_config import PRESETS, Workload
+from hybridtrain.optimizations import ChunkedLoss, GradientCheckpointing, LowBitMatmul, MixedPrecision
+from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.planning.dry_runs import DryRun, dry_run
+from hybridtrain.planning.fitting import METHODS, precisions
+from hybridtrain.reports.fit_arguments import FitArguments
+from hybridtrain.virtual_gpu.cards.card import find_card
+
+PLAIN = [MixedPrecision(), GradientCheckpointing(recompute_every=1), ChunkedLoss(loss_chunk_tokens=1024)]
+
+
+def planned(card: str, *more: Optimization) -> DryRun:
+    workload = Workload(micro_batch_size=2, seq_len=1024)
+    return dry_run(PRESETS["llama-3.2-1b"], compose([*PLAIN, *more]), find_card(card), workload)
+
+
+def test_int8_is_faster_than_float8_on_a_geforce_card_and_both_than_bfloat16() -> None:
+    plain, float8, int8 = (planned("rtx-4090", *more) for more in ([], [LowBitMatmul()], [LowBitMatmul(format="int8")]))
+    assert int8.time.seconds < float8.time.seconds < plain.time.seconds
+    assert float8.time.flops == int8.time.flops == plain.time.flops
+    products = [op for op in int8.trace.ops if "scaled_matmul" in op.name]
+    assert {op.dtype for op in products} == {"int8"}
+    blocks = PRESETS["llama-3.2-1b"].num_blocks
+    assert len(products) == 2 * (7 + 6 + 14) * blocks  # forward, recomputed without the last output, backward
+    assert all(op.shape is not None and 2 * op.shape[0] * op.shape[1] * op.shape[2] == op.flops for op in products)
+
+
+@pytest.mark.parametrize(("card", "kind", "allowed"), [
+    ("rtx-3090", "float8", "int8"), ("v100-16gb", "int8", "none; drop low_bit_matmul"),
+])  # fmt: skip
+def test_a_card_without_the_format_is_refused(card: str, kind: str, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=f"multiplies no {kind}; allowed: {allowed}"):
+        planned(card, LowBitMatmul(format=kind))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"(?s)--matmul.*multiplies no {kind}; allowed: full"):
+        FitArguments(model="llama-7b", card=card, matmul=kind).resolve()  # type: ignore[arg-type]
+
+
+def test_every_precision_of_the_search_may_multiply_in_8_bits() -> None:
+    for (_, plain), (_, level) in zip(precisions(METHODS), precisions(METHODS, "int8"), strict=True):
+        assert level.name == f"{plain.name}_int8-matmuls"
+        assert compose(level.optimizations) != compose(plain.optimizations)
