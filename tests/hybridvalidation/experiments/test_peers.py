@@ -16,6 +16,7 @@ from hybridtrain.planning.dry_runs import dry_run
 from hybridtrain.reports.tables import TERMINAL
 from hybridtrain.run.environment import read_environment
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
+from hybridtrain.virtual_gpu.cards.roofline import time_errors
 from hybridvalidation.engines import torch as plain
 from hybridvalidation.engines.task import ENGINES, Task, engine_of, train
 from hybridvalidation.experiments import peer_runs as peer_run
@@ -358,9 +359,7 @@ def test_the_committed_pages_are_what_the_records_give() -> None:
     assert pages == {path.name: path.read_text() for path in Path("results/tables").glob("peers-*.md")}
 
 
-def test_two_recipes_are_told_apart_by_the_spread_of_recorded_ones() -> None:
-    assert spread_text([]) == ""
-    told = spread_text([-0.1, 0.0, 0.1])
-    assert "3 recorded steps" in told
-    assert "-10 to +10 % off, with a standard deviation of 10 %" in told
-    assert "come out 14 % apart" in told
+def test_two_recipes_are_told_apart_by_the_error_of_recorded_ratios() -> None:
+    error = time_errors()["ratio"]
+    assert f"({error.runs:,} pairs of {error.sources} repositories)" in spread_text()
+    assert f"was {100 * error.mean_absolute:.0f} % off on average" in spread_text()

@@ -349,12 +349,6 @@ def _peak_score(name: str, rows: Sequence[Row]) -> PeakScore:
     )  # fmt: skip
 
 
-def recipe_errors(rows: Iterable[Row]) -> list[float]:
-    """Return the relative errors of planned step times of recipes on one card."""
-    errors = (row.error for row in rows if row.source == "peft" and row.quantity == "step_seconds" and row.is_predicted)
-    return [error for error in errors if error is not None]
-
-
 def score_table(rows: Sequence[Row], style: str) -> str:
     """Return errors by source and quantity."""
     table = [

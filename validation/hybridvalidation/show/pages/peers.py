@@ -1,12 +1,11 @@
 """Pages of other trainers beside this one: one for each scenario that has a file of peers."""
 
 from collections.abc import Iterator, Sequence
-from math import sqrt
-from statistics import stdev
 
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count, to_gib
+from hybridtrain.virtual_gpu.cards.roofline import time_errors
 from hybridvalidation.experiments.peers import (
     PeerFigures,
     PeerScenario,
@@ -17,7 +16,6 @@ from hybridvalidation.experiments.peers import (
     rows_of,
     versions_lines,
 )
-from hybridvalidation.experiments.recorded import recipe_errors
 from hybridvalidation.pictures.picture import PALE, Axis, Line, Picture, View, bars_by
 from hybridvalidation.records.makers import made_by
 from hybridvalidation.records.outcome import Evidence
@@ -38,17 +36,14 @@ _TRAINED = (
 _Planned = Sequence[tuple[Row, PeerFigures]]
 
 
-def spread_text(errors: Sequence[float]) -> str:
-    """Return a sentence on the spread of speeds by the error of estimates alone; empty without recorded steps."""
-    if len(errors) < 2:
-        return ""
-    deviation = stdev(errors)
+def spread_text() -> str:
+    """Return a sentence on how far a ratio of two recipes' speeds may be off."""
+    found = time_errors()["ratio"]
     return (
-        f"Between recipes: {len(errors)} recorded steps of PEFT on one card are the published ones nearest to these "
-        f"trainers. Planned ones were {100 * min(errors):+.0f} to {100 * max(errors):+.0f} % off, with a standard "
-        f"deviation of {100 * deviation:.0f} %. Two recipes that are equally fast thus come out "
-        f"{100 * sqrt(2) * deviation:.0f} % apart (standard deviation): smaller differences decide "
-        "nothing. No recorded run tests the speed of a step with 4-bit weights, or of a trainer of ours."
+        f"Between recipes: of two recorded steps of one trainer, model, length and card ({found.runs:,} pairs of "
+        f"{found.sources} repositories) the estimated ratio was {100 * found.mean_absolute:.0f} % off on average. "
+        "Smaller differences decide nothing. No recorded run tests the speed of a step with 4-bit weights, or of a "
+        "trainer of ours."
     )
 
 
@@ -111,7 +106,7 @@ def _bars(found: _Planned, values: Sequence[float], unit: str, digits: int, line
 
 
 def _pages(results: Results) -> Iterator[Page]:
-    records, spread = read_peer_records(results.records), spread_text(recipe_errors(results.published))
+    records, spread = read_peer_records(results.records), spread_text()
     for name, scenario in read_peers(results.files).items():
         rows = rows_of(scenario, results.files, records)
         if any(row.records for row in rows):
