@@ -21,6 +21,7 @@ from hybridtrain.optimizations import (
     Int8Optimizer,
     Int8Weights,
     Lora,
+    LowBitMatmul,
     MixedPrecision,
     Nf4Weights,
     OptimizerOffload,
@@ -64,6 +65,8 @@ STACK: tuple[Optimization, ...] = (
     PredictMemory(),
     PredictorState(),
 )
+OTHER_PRODUCTS: tuple[Optimization, ...] = (LowBitMatmul(),)
+"""In place of BitNet."""
 OTHER_MOMENTS: tuple[Optimization, ...] = (Bf16Optimizer(),)
 """Each in place of the 8-bit optimizer."""
 OTHER_WEIGHTS: tuple[Optimization, ...] = (Lora(), Nf4Weights(), Bitnet())
@@ -94,7 +97,7 @@ def on_device(codec: Codec) -> Cell:
 
 
 def test_the_stacks_of_this_file_hold_every_optimization() -> None:
-    everything = STACK + OTHER_MOMENTS + OTHER_WEIGHTS + OTHER_CUTS
+    everything = STACK + OTHER_PRODUCTS + OTHER_MOMENTS + OTHER_WEIGHTS + OTHER_CUTS
     assert {optimization.kind for optimization in everything} == set(OPTIMIZATIONS)
 
 
