@@ -270,7 +270,7 @@ class FitReport:
             rule,
             f"{asked}; {cards}{short_name(request.card)}: {memory}; host: {host} for tensors.",
             *([f"{request.card.note}. {_FLOAT16}"] if CardLimit.BFLOAT16 in request.card.limits else []),
-            f"~: extrapolated, else planned. Speeds: estimated, {errors}; +/-: holds four runs of five.",
+            f"~: extrapolated, else planned. Speeds: estimated, {errors}; +/-: four runs of five.",
         ]
         best = best_option(self.options)
         if best is None or self.folder is None:

@@ -314,12 +314,5 @@ class _RoundedActivations(nn.Module):
     Rounded once more they would get another mean magnitude.
     """
 
-    def forward(
-        self,
-        x: Tensor,
-        weight_FD: Tensor,
-        bias_F: Tensor | None,
-        *,
-        computes_output: bool,  # noqa: ARG002  it is called as an adapter
-    ) -> Tensor:
-        return functional.linear(int8_activation(x), weight_FD, bias_F)
+    def forward(self, x: Tensor, linear: Linear, *, computes_output: bool) -> Tensor:  # noqa: ARG002  as an adapter
+        return functional.linear(int8_activation(x), linear.weight, linear.bias)

@@ -69,6 +69,7 @@ def test_a_16_gb_card_in_bytes_and_rates() -> None:
         "float32": 44.1e12,
         "float8_e4m3fn": 176.4e12,
         "float8_e5m2": 176.4e12,
+        "int8": 352.8e12,
     }
     assert found.memory_bytes_per_second == 672.3e9
     assert found.bus_bytes_per_second == 31.5e9
@@ -158,7 +159,7 @@ def test_a_typing_error_in_an_entry_is_found(key: str, factor: float) -> None:
 
 def test_a_card_without_bfloat16_tensor_cores_is_priced_at_the_rate_of_fp32_and_says_so() -> None:
     item = find_card("t4")
-    assert item.flops_per_second == {"bfloat16": 8.1e12, "float16": 65e12, "float32": 8.1e12}
+    assert item.flops_per_second == {"bfloat16": 8.1e12, "float16": 65e12, "float32": 8.1e12, "int8": 130e12}
     assert item.note == (
         "Tesla T4: no tensor cores for bfloat16: it is priced at the rate of fp32, 8.1 TFLOPS (float16: 65)"
     )
