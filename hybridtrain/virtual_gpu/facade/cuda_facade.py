@@ -65,7 +65,7 @@ def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) ->
             _elsewhere(ledger, cuda),
             _kernels(ledger),
             _build_of_cuda(ledger.card),
-            _libraries(),
+            _libraries(ledger),
         ):
             for owner, name, value in replaced:
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
@@ -174,11 +174,24 @@ def _build_of_cuda(card: Card) -> Replaced:
         yield module, "is_nccl_available", lambda: True
 
 
-def _libraries() -> Replaced:
+def _launched(ledger: VirtualLedger) -> Callable[..., None]:
+    """Return the launch of a Triton kernel: it allocates nothing, as it writes into tensors that its caller made."""
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        while not hasattr(kernel, "__name__"):  # tuners and heuristics wrap it
+            kernel = kernel.fn
+        told = "Triton kernels are not run: their time is that of reading or writing every tensor argument once"
+        ledger.seen.approximated.setdefault(told, where_called(in_script=True))
+        ledger.launch(f"triton.{kernel.__name__}", (*args, *kwargs.values()))
+
+    return run
+
+
+def _libraries(ledger: VirtualLedger) -> Replaced:
     """Yield the replacements in libraries that reach the driver by themselves."""
-    if find_spec("triton") is not None:  # a kernel writes into tensors that its caller made: nothing is left to count
+    if find_spec("triton") is not None:
         for module, name in (("jit", "JITFunction"), ("autotuner", "Autotuner"), ("autotuner", "Heuristics")):
-            yield getattr(import_module(f"triton.runtime.{module}"), name), "run", do_nothing
+            yield getattr(import_module(f"triton.runtime.{module}"), name), "run", _launched(ledger)
     if "bitsandbytes" in sys.modules:
         functional = import_module("bitsandbytes.functional")
         # Unified memory: of the driver, not of torch's allocator; pages stay where they were touched last.

@@ -6,7 +6,7 @@ A meta tensor has a shape but no bytes. Here its storage also has a device, host
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -394,6 +394,21 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
     def _append_compute(self, func: Op, args: Args, kwargs: Kwargs, out: Any, event: int) -> None:
         self._last_compute = len(self._ops)
         self._ops.append(self._op_record(func, args, kwargs, out, event))
+
+    def launch(self, name: str, arguments: Iterable[Any]) -> None:
+        """Record a launch of a kernel that is not run: each tensor on the card is read or written once."""
+        tensors = [value for value in arguments if isinstance(value, Tensor) and self.place_of(value) is Place.DEVICE]
+        self._await(tensors)
+        waits, self._joined = tuple(self._joined), []
+        self._last_compute = len(self._ops)
+        self._ops.append(
+            OpRecord(
+                name=name, event=len(self._events), stage=self._stage, unit=self._unit, is_matmul=False, flops=0,
+                bytes_moved=sum(tensor.nbytes for tensor in tensors),
+                dtype=next((str(tensor.dtype)[6:] for tensor in tensors if tensor.is_floating_point()), ""),
+                waits=waits,
+            )
+        )  # fmt: skip
 
     @property
     def num_ops(self) -> int:

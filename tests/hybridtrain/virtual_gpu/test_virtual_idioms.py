@@ -328,3 +328,22 @@ def test_a_picture_of_the_graph_for_tensorboard_runs_the_module_once(gpu: Virtua
     assert (list(caller["trace"].graph.nodes()), dict(caller["trace"].named_modules())) == ([], {"": layer})
     assert seen == [1]
     assert not gpu.ledger.seen.compiled
+
+
+def _negate(source: Tensor, out: Tensor, size: int, BLOCK: int) -> None:
+    """Stand for the body of a kernel: it is never compiled."""
+
+
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_a_triton_kernel_takes_the_time_of_its_tensor_arguments_and_says_so(gpu: VirtualGpu, *, is_tuned: bool) -> None:
+    triton = pytest.importorskip("triton", reason="Triton is made for Linux only")
+    kernel = triton.jit(_negate)
+    if is_tuned:
+        kernel = triton.autotune([triton.Config({"BLOCK": 64})], key=["size"])(kernel)
+    source, out, host = torch.empty(MIB, device="cuda"), torch.empty(2 * MIB, device="cuda"), torch.empty(MIB)
+    before, known = allocated(), len(gpu.ledger.trace().ops)
+    kernel[(1,)](source, out=out, size=MIB, unused=host, **({} if is_tuned else {"BLOCK": 64}))
+    (op,) = gpu.ledger.trace().ops[known:]
+    assert (op.name, op.bytes_moved, op.dtype, op.flops) == ("triton._negate", 12 * MIB, "float32", 0)
+    assert allocated() == before
+    assert any("Triton" in caveat for caveat in gpu.basis().caveats(fits=True))
