@@ -18,6 +18,7 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "trl": ("torch", "transformers", "accelerate", "trl"),
     "peft": ("torch", "transformers", "accelerate", "peft"),
     "litgpt": ("torch", "lightning", "litgpt"),
+    "torchtune": ("torch", "torchtune", "torchao"),
 }
 """Engines: file name in this folder -> packages that it always needs."""
 

@@ -30,7 +30,8 @@ KINDS = (Evidence.PLANNED, Evidence.MEASURED, Evidence.EXECUTED)
 """File of records of each scenario."""
 _LIMIT_S = 1800.0
 _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-"""Disable compilation: torchao compiles its update for minutes, and a virtual card runs eager code anyway."""
+"""Disable compilation, unless a row asks for it: torchao compiles its update for minutes, and here it is not run."""
+_COMPILED = 'compile": true'
 _HEADERS = (
     "recipe", "fits", "reserved GiB", "tokens/s", "host GiB", "bottleneck", "allocated GiB", "step time",
     "evidence", "remark",
@@ -315,7 +316,7 @@ def _file(kind: Evidence) -> Path:
 
 def start_run(job: PeerJob) -> Child[PeerFigures]:
     """Run one row in a child process."""
-    eager = {} if job.evidence is Evidence.MEASURED else _EAGER
+    eager = {} if job.evidence is Evidence.MEASURED or _COMPILED in job.task.config else _EAGER
     work = "hybridvalidation.experiments.peer_runs:work"
     return Child(work, job, PeerFigures, limit_s=_LIMIT_S, environment=ONE_THREAD | eager)
 
