@@ -52,8 +52,13 @@ class ModelRun:
         self.grads = self.new_grads()
 
     def arrange(self, plan: PhasePlan) -> None:
-        """Set how attention is computed, and lay out the segments of blocks."""
+        """Set how blocks are computed, and lay out their segments.
+
+        Raises:
+            ConfigError: The feed-forward part cannot be cut into tiles.
+        """
         self.model.compute_attention(ATTENTION[plan.attention])
+        self.model.compute_in_tiles(plan.mlp_tile_tokens)
         last = len(self.model.blocks) - 1
         for number, block in enumerate(self.model.blocks):
             is_full = min(number, last - number) < plan.full_ends

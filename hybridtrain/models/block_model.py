@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from hybridtrain.errors import ConfigError
 from hybridtrain.models.experts import BalanceLoss
 from hybridtrain.models.layers import AttentionFunction, Head
 from hybridtrain.models.model_config import ModelConfig
@@ -100,6 +101,18 @@ class BlockModel(nn.Module):
         """Set the attention function of every block."""
         for block in self.blocks:
             setattr(block, "attention", attention)  # noqa: B010  nn.Module is typed for tensors and modules alone
+
+    def compute_in_tiles(self, tokens: int) -> None:
+        """Set the tokens of a slice of every block's feed-forward part; 0: all.
+
+        Raises:
+            ConfigError: A token's result depends on the others, or on random numbers.
+        """
+        if tokens and (self.config.experts is not None or self.config.dropout):
+            what = "experts" if self.config.experts is not None else f"dropout = {self.config.dropout}"
+            raise ConfigError("tiled_mlp", [f"the model has {what}, which tiles do not support; drop tiled_mlp"])
+        for block in self.blocks:
+            setattr(block, "tile_tokens", tokens)  # noqa: B010  nn.Module is typed for tensors and modules alone
 
     def forward(
         self, token_ids_BT: Tensor, documents: Documents | None = None, balance: BalanceLoss | None = None

@@ -19,6 +19,7 @@ from hybridtrain.models.experts import BalanceLoss, mix_experts
 from hybridtrain.models.layers import ATTENTION, AttentionFunction, LayerNorm, RmsNorm, RotaryTable
 from hybridtrain.models.linear import Linear, add_linear, dropout
 from hybridtrain.models.model_config import ModelConfig, block_shapes
+from hybridtrain.models.tiles import in_tiles
 from hybridtrain.plan.memory_plan import Attention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -27,6 +28,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 _GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": swiglu, "gelu_tanh": geglu}
 """activation(gate) * up, by activation."""
+_FEED_FORWARD = "ffn_"
+"""Names of its parameters begin so."""
 
 
 def norm_of(config: ModelConfig, size: int, dtype: torch.dtype) -> nn.Module:
@@ -106,6 +109,8 @@ class Block(nn.Module):
         self.attention: AttentionFunction = ATTENTION[Attention.FLASH]
         self.adds_in_matmul = not (self.parts.norm_placement != "pre" or self.parts.out_bias or config.dropout)
         """Whether the last matmul of a branch adds the residual stream itself."""
+        self.tile_tokens = 0
+        """Tokens of a slice of the feed-forward branch; 0: all."""
         self.experts = config.experts
         shapes = block_shapes(config)
         for path, shape in shapes.items():
@@ -133,6 +138,19 @@ class Block(nn.Module):
                 self.attention_out_norm(self._attend(self.attention_norm(hidden_BTD), documents)),
                 self.dropout, training=self.training,
             )  # fmt: skip
+        add = partial(self._add_feed_forward, balance)
+        if not self.tile_tokens:
+            return add(hidden_BTD, computes_output=computes_output)
+        parameters = [
+            parameter
+            for name, parameter in self.named_parameters()
+            if name.startswith(_FEED_FORWARD) and parameter.requires_grad
+        ]
+        tokens = self.tile_tokens
+        return in_tiles(add, hidden_BTD, parameters, tile_tokens=tokens, computes_output=computes_output)
+
+    def _add_feed_forward(self, balance: BalanceLoss | None, hidden_BTD: Tensor, *, computes_output: bool) -> Tensor:
+        """Return hidden_BTD with the feed-forward branch added."""
         if self.adds_in_matmul and self.experts is None:
             inner_BTF = self._inner(self.ffn_norm(hidden_BTD))
             if computes_output:

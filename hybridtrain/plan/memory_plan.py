@@ -143,6 +143,9 @@ class PhasePlan:
     normalize_gradients: bool = added(True, "Average gradients over micro-batches; otherwise they are summed.")
     scale_lr: bool = added(False, "Multiply the learning rate by the number of micro-batches (1706.02677).")
     loss_chunk_tokens: int = setting(0, "Tokens per slice of the logits; 0 computes them in one piece.", least=0)
+    mlp_tile_tokens: int = added(
+        0, "Tokens per slice of a block's feed-forward part; 0 computes them in one piece.", least=0
+    )
     max_active_layers: int = setting(
         2, "Streamed blocks on the device at a time, including those in transfer.", least=1
     )
@@ -369,6 +372,8 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
         yield "update_on: updates on the host need weights in host memory; set weight_streaming's tier = 'host'."
     if plan.weight.codec is Codec.INT8_BLOCKS and plan.master.codec is Codec.SPLIT16:
         yield "master.codec: split16 works with bfloat16 weights only; with int8_weights use float32 or absent."
+    if plan.mlp_tile_tokens and plan.adapter_dropout:
+        yield "mlp_tile_tokens: a tile runs again in backward, where dropout would differ; set lora's dropout = 0."
     if plan.adapter_rank:
         yield from _adapter_faults(plan)
     elif plan.weight.codec is Codec.NF4:

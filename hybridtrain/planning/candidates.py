@@ -20,6 +20,7 @@ from hybridtrain.optimizations.int8_weights import Int8Weights
 from hybridtrain.optimizations.low_bit_matmul import LowBitMatmul
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.optimizer_offload import OptimizerOffload
+from hybridtrain.optimizations.tiled_mlp import TiledMlp
 from hybridtrain.optimizations.weight_streaming import WeightStreaming
 from hybridtrain.optimizations.zero import Zero
 from hybridtrain.plan.compose import Optimization, compose
@@ -107,6 +108,8 @@ class Arrangement:
     """Vertical, gradients never stored, boundaries on the host."""
     on_disk: tuple[Literal["weights", "state", "boundaries"], ...] = ()
     """What of that lies on disk in place of the host."""
+    tiles: bool = False
+    """The feed-forward parts in tiles of tokens, boundaries on the host: for long sequences."""
     zero_stage: int = 0
     """What is cut among several cards."""
 
@@ -118,7 +121,7 @@ class Arrangement:
     @property
     def is_resident(self) -> bool:
         """Whether everything is on the card."""
-        return not self.streams and not self.offloads_state
+        return not (self.streams or self.offloads_state or self.tiles)
 
     @property
     def offload(self) -> str:
@@ -132,7 +135,7 @@ class Arrangement:
 
     def _away(self) -> dict[str, str]:
         """Return what is kept off the card by the place where it is."""
-        all_of_it = {"weights": self.streams, "state": self.offloads_state, "boundaries": self.fuses}
+        all_of_it = {"weights": self.streams, "state": self.offloads_state, "boundaries": self.fuses or self.tiles}
         found = dict[str, list[str]]()
         for name in (name for name, is_away in all_of_it.items() if is_away):
             found.setdefault("disk" if name in self.on_disk else "host", []).append(name)
@@ -158,7 +161,11 @@ class Arrangement:
         if self.offloads_state:
             stack.append(OptimizerOffload(offload_grads=not self.fuses, tier=self._tier("state")))
         if self.fuses:
-            stack += [FusedUpdate(), ActivationOffload(tier=self._tier("boundaries"))]
+            stack.append(FusedUpdate())
+        if self.fuses or self.tiles:
+            stack.append(ActivationOffload(tier=self._tier("boundaries")))
+        if self.tiles:
+            stack.append(TiledMlp())
         if self.zero_stage:
             stack.append(Zero(stage=self.zero_stage))
         return tuple(stack)
@@ -172,6 +179,14 @@ ARRANGEMENTS = (
     Arrangement("optimizer state on the host", offloads_state=True),
     Arrangement("weights and state on the host", streams=True, offloads_state=True),
     Arrangement("weights on the host, update fused", streams=True, offloads_state=True, fuses=True),
+)
+TILED_ARRANGEMENTS = (
+    Arrangement("weights on the host, update fused, tiles", streams=True, offloads_state=True, fuses=True, tiles=True),
+)
+"""Tried for long sequences where no other has room."""
+TILED_ADAPTER_ARRANGEMENTS = (
+    Arrangement("activations on the host, tiles", tiles=True),
+    Arrangement("weights and activations on the host, tiles", streams=True, tiles=True),
 )
 CUT_ARRANGEMENTS = (
     Arrangement("all on the cards, gradients and state cut", zero_stage=2),

@@ -17,10 +17,13 @@ from hybridtrain.models.model_config import block_params
 from hybridtrain.optimizations.lora import Lora
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.nf4_weights import Nf4Weights
+from hybridtrain.optimizations.tiled_mlp import TiledMlp
 from hybridtrain.planning.candidates import (
     ARRANGEMENTS,
     CUT_ARRANGEMENTS,
     LEVELS,
+    TILED_ADAPTER_ARRANGEMENTS,
+    TILED_ARRANGEMENTS,
     Arrangement,
     Candidate,
     FitRequest,
@@ -438,10 +441,12 @@ class _Search:
 
 def tiers_of(request: FitRequest, level: Numerics) -> tuple[tuple[Arrangement, ...], ...]:
     """Return groups of arrangements: one is tried where none of the group before has room."""
+    # Dropout and experts do not go in tiles.
+    is_long = request.seq_len > TiledMlp().mlp_tile_tokens and not (request.model.experts or request.model.dropout)
     if level.name in _ADAPTERS:
-        return (_ADAPTER_ARRANGEMENTS,)
+        return (_ADAPTER_ARRANGEMENTS, *((TILED_ADAPTER_ARRANGEMENTS,) if is_long else ()))
     if request.world.size == 1:
-        return ARRANGEMENTS, _DISK_ARRANGEMENTS
+        return (ARRANGEMENTS, _DISK_ARRANGEMENTS, *((TILED_ARRANGEMENTS,) if is_long else ()))
     if level.optimizer != "adamw":  # works on whole matrices, which ranks do not cut
         return (tuple(arrangement for arrangement in ARRANGEMENTS if not arrangement.fuses),)
     return (CUT_ARRANGEMENTS,)

@@ -138,16 +138,17 @@ def _block_activations(model: ModelConfig, plan: PhasePlan, workload: Workload) 
     of_width, of_kv, of_ffn = _LEARNED if parts.positions == "learned" else _ROTARY
     tokens = workload.micro_batch_size * workload.seq_len
     q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    in_ffn = min(plan.mlp_tile_tokens or tokens, tokens)
     elements = (of_width - 2) * model.width + 2 * q_width + of_kv * kv_width
     if parts.qk_norm != "none":
         elements += q_width + kv_width  # before the norm
     if parts.norm_placement == "sandwich":
         elements += 2 * model.width
-    if model.experts:  # each row once more where it is sorted, and once where it is weighed
-        elements += model.experts.per_token * (of_ffn * model.experts.ffn_width + 3 * model.width)
-    else:
-        elements += of_ffn * model.ffn_width
     elements *= tokens
+    if model.experts:  # each row once more where it is sorted, and once where it is weighed
+        elements += in_ffn * model.experts.per_token * (of_ffn * model.experts.ffn_width + 3 * model.width)
+    else:
+        elements += in_ffn * of_ffn * model.ffn_width
     if plan.attention is Attention.UNFUSED:
         elements += workload.micro_batch_size * model.num_heads * workload.seq_len**2
     return elements

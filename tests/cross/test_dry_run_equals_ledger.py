@@ -25,6 +25,7 @@ from hybridtrain.optimizations import (
     MixedPrecision,
     Nf4Weights,
     OptimizerOffload,
+    TiledMlp,
     WeightStreaming,
 )
 from hybridtrain.phase import Phase
@@ -69,6 +70,8 @@ STACKS: dict[str, list[Optimization]] = {
         GradAccumulation(grad_accum_steps=2, schedule="vertical"),
         ChunkedLoss(loss_chunk_tokens=16),
     ],
+    "tiled-mlp": [TiledMlp(mlp_tile_tokens=16), MixedPrecision(), GradientCheckpointing(recompute_every=2)],
+    "tiled-mlp-lora": [TiledMlp(mlp_tile_tokens=5), Lora(), Nf4Weights(), GradientCheckpointing(recompute_every=1)],
     "low-bit": [LowBitMatmul(), MixedPrecision(), GradientCheckpointing(recompute_every=2)],
     "bitnet": [Bitnet(), MixedPrecision(), GradientCheckpointing(recompute_every=2)],
     "qlora": [Lora(), MixedPrecision(), Nf4Weights(), GradientCheckpointing(recompute_every=1), Int8Optimizer()],
@@ -250,7 +253,15 @@ def chosen_cases() -> list[tuple[str, str, int]]:
     The third step, which is as the second, is taken of the model with fewer blocks.
     """
     cases = (("gpt2-dropout", 2), ("llama-odd", 3)), (("gpt2-odd", 3), ("llama-grouped", 2))
-    chosen = [(model, stack, steps) for number, stack in enumerate(EVERY_STACK) for model, steps in cases[number % 2]]
+    chosen = [
+        (
+            "gpt2-odd" if stack.startswith("tiled") and model == "gpt2-dropout" else model,
+            stack,
+            steps,
+        )
+        for number, stack in enumerate(EVERY_STACK)
+        for model, steps in cases[number % 2]
+    ]
     of_families = ("vanilla", "unfused-attention", "streamed-resident-disk")
     return chosen + [(model, of_families[number % 3], 2) for number, model in enumerate(FAMILIES)] + [
         ("gemma3", "tight", 2), ("qwen3-moe", "tight", 2)
