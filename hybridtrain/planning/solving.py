@@ -195,8 +195,11 @@ class _Solver:
 
     def solved(self, method: Method, level: Numerics) -> Solved:
         """Return the solutions of one precision."""
-        request, _ = self.axis.at(1)
+        request, _ = self.axis.at(self.axis.count)  # of sequences the longest
         first, *others = tiers_of(request, level)
+        if self.axis.quantity == "seq":  # tiles go farthest
+            tiled = [each for tier in others for each in tier if each.tiles]
+            first, others = (*first, *tiled), [tier for tier in others if not tier[0].tiles]
         resident = self._best(method, level, [each for each in first if each.is_resident])
         offloaded = self._best(method, level, [each for each in first if not each.is_resident])
         for arrangements in others if offloaded is None else ():
