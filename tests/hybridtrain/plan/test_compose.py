@@ -28,6 +28,7 @@ from hybridtrain.optimizations import (
     Pipeline,
     PredictMemory,
     PredictorState,
+    TiledMlp,
     WeightStreaming,
     Zero,
 )
@@ -64,6 +65,7 @@ STACK: tuple[Optimization, ...] = (
     FusedUpdate(),
     PredictMemory(),
     PredictorState(),
+    TiledMlp(),
 )
 OTHER_PRODUCTS: tuple[Optimization, ...] = (LowBitMatmul(),)
 """In place of BitNet."""
@@ -111,7 +113,7 @@ def test_the_order_of_a_stack_never_matters(size: int) -> None:
 
 
 MIDDLE = range(4, len(STACK) - 1)
-"""Sizes with most of the 2^14 subsets; what two or three optimizations do to each other shows in smaller ones."""
+"""Sizes with most of the 2^15 subsets; what two or three optimizations do to each other shows in smaller ones."""
 
 
 @pytest.mark.parametrize(
