@@ -9,6 +9,7 @@ from typing import Literal
 
 from hybridtrain.models.model_config import ModelConfig, Workload
 from hybridtrain.optim import OPTIMIZERS
+from hybridtrain.optim.optimizer import Optimizer
 from hybridtrain.optimizations.activation_offload import ActivationOffload
 from hybridtrain.optimizations.bf16_optimizer import Bf16Optimizer
 from hybridtrain.optimizations.chunked_loss import ChunkedLoss
@@ -218,6 +219,8 @@ class Candidate:
         return self.arrangement.optimizations(self.level, count, self.keep_last, self.resident_layers)
 
 
+Clip = Literal["exact", "previous"]
+"""How fused updates clip: by the norm of the step, which takes its passes twice, or by that of the step before."""
 Matmul = Literal["full", "float8", "int8"]
 """The arithmetic of the blocks' products: the compute dtype's, or 8 bits."""
 
@@ -243,6 +246,7 @@ class FitRequest:
     world: World = field(default_factory=World)
     """How many cards, and what joins them."""
     matmul: Matmul = "full"
+    clip: Clip = "exact"
 
     def __post_init__(self) -> None:
         if self.num_sequences % self.world.size:
@@ -266,6 +270,10 @@ class FitRequest:
         """Sequences of a step on each card."""
         return self.num_sequences // self.world.size
 
+    def optimizer(self, level: Numerics) -> Optimizer:
+        """Return the optimizer of a precision with its default settings."""
+        return OPTIMIZERS[level.optimizer](clip=self.clip)
+
     def run(self, candidate: Candidate) -> DryRun:
         """Return a candidate's dry run: that of the card that holds most, with the time of the slowest."""
         runs = self._inputs(candidate).dry_run_ranks()
@@ -279,7 +287,7 @@ class FitRequest:
         return DryRunInputs(
             model=self.model, plan=compose(candidate.optimizations()), card=self.card, host=self.host, world=self.world,
             workload=Workload(micro_batch_size=candidate.micro_batch_size, seq_len=self.seq_len),
-            config=TrainerConfig(optimizer=OPTIMIZERS[candidate.level.optimizer]()),
+            config=TrainerConfig(optimizer=self.optimizer(candidate.level)),
         )  # fmt: skip
 
 

@@ -260,8 +260,8 @@ class ShortRun:
         count, few = self.candidate.num_micro_batches, self.passes.candidate.num_micro_batches
         again = self.request.model.num_blocks - kept
         parts = [share.rest + again * share.recomputed + kept * share.kept for share in self._times.shares]
-        if self.candidate.arrangement.fuses:  # once more for the norm, which must be known before the first update
-            return 2 * parts[0] * count / few
+        if self.candidate.arrangement.fuses:  # where the norm must be known before the first update, once more for it
+            return (2 if self.request.clip == "exact" else 1) * parts[0] * count / few
         return sum(parts) + (count - few) * parts[_typical(self.candidate, len(parts))]
 
     @property

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.find_model import find_model
 from hybridtrain.models.model_config import MOST_TOKENS, asked_workload, check_workload
-from hybridtrain.planning.candidates import FitRequest, Matmul
+from hybridtrain.planning.candidates import Clip, FitRequest, Matmul
 from hybridtrain.sizes import parse_size
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
@@ -28,6 +28,7 @@ class FitArguments:
     world: int = 1
     link: str = "pcie"
     matmul: Matmul = "full"
+    clip: Clip = "exact"
     verb: str = "recommend"
     instead: str = "name one, or give --scenario"
     """What to do where model or card are missing."""
@@ -50,7 +51,7 @@ class FitArguments:
             allowed = ", ".join(("full", *card.low_bit_formats))
             raise ConfigError("--matmul", [f"{card.name} multiplies no {self.matmul}; allowed: {allowed}"])
         host = parse_host(self.host_memory)
-        return FitRequest(shape, card, host, seq_len, num_sequences, world, self.matmul)
+        return FitRequest(shape, card, host, seq_len, num_sequences, world, self.matmul, self.clip)
 
 
 def parse_host(memory: str) -> Host:

@@ -9,7 +9,7 @@ from hybridtrain.atomic_write import replace_file
 from hybridtrain.config.encode import to_toml
 from hybridtrain.models.model_config import PRESETS, BatchWorkload
 from hybridtrain.models.model_spec import ModelSpec
-from hybridtrain.optim import OPTIMIZERS, Optimizer
+from hybridtrain.optim import Optimizer
 from hybridtrain.planning.candidates import Candidate, FitRequest
 from hybridtrain.planning.fitting import TrainingOption
 from hybridtrain.stacks import Stack
@@ -50,7 +50,7 @@ def write_files(folder: Path, model: str, request: FitRequest, options: Sequence
     else:
         spec = ModelSpec(shape=request.model)
     for option in options:
-        optimizer: Optimizer = OPTIMIZERS[option.candidate.level.optimizer]()
+        optimizer: Optimizer = request.optimizer(option.candidate.level)
         begins = spec
         if option.method != "full":
             optimizer = replace(optimizer, lr=_ADAPTER_LR, weight_decay=0.0)

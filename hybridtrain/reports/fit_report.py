@@ -266,8 +266,11 @@ class FitReport:
         asked = f"{self._model}, {request.num_sequences} x {request.seq_len} tokens/step"
         memory = f"{to_gib(request.card.memory_bytes):.2f} GiB{source}, {self.free_percent:g} % free"
         errors = f"{TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind"
+        fused = [option for option in self.options if option.candidate.arrangement.fuses]
+        clipped = "Fused updates clip by the previous step's norm, which is not tested for quality."
         lines = [
             rule,
+            *([clipped] if fused and request.clip == "previous" else []),
             f"{asked}; {cards}{short_name(request.card)}: {memory}; host: {host} for tensors.",
             *([f"{request.card.note}. {_FLOAT16}"] if CardLimit.BFLOAT16 in request.card.limits else []),
             f"~: extrapolated, else planned. Speeds: estimated, {errors}; +/-: four runs of five.",

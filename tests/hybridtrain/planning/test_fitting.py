@@ -1,6 +1,7 @@
 """Ways to train a model on a card: what short runs promise is near the whole run, and fits."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from hybridtrain.planning.candidates import (
     LEVELS,
     Arrangement,
     Candidate,
+    Clip,
     FitRequest,
     sizes,
 )
@@ -26,8 +28,10 @@ from hybridtrain.planning.fitting import (
     in_order,
     least,
     speed,
+    tiers_of,
 )
 from hybridtrain.planning.short_run import ShortRuns
+from hybridtrain.reports.fit_files import train_path, write_files
 from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, Card, Host, find_card
 from hybridtrain.virtual_gpu.cards.links import World
 
@@ -45,10 +49,12 @@ def request(card_mib: int, num_sequences: int, host_gib: float = 8.0) -> FitRequ
     return FitRequest(MODEL, card, Host(memory_gib=host_gib, reserved_gib=1.0), 512, num_sequences)
 
 
-@pytest.mark.parametrize(("arrangement", "level", "kept"), [(0, 0, 2), (1, 2, 1), (3, 2, 0)])
-def test_short_runs_tell_of_the_whole_run(arrangement: int, level: int, kept: int) -> None:
+@pytest.mark.parametrize(("arrangement", "level", "kept", "clip"), [
+    (0, 0, 2, "exact"), (1, 2, 1, "exact"), (3, 2, 0, "exact"), (3, 2, 0, "previous"),
+])  # fmt: skip
+def test_short_runs_tell_of_the_whole_run(arrangement: int, level: int, kept: int, clip: Clip) -> None:
     # Edges of a pass count for more in a small model: of four blocks two have a neighbour on one side only.
-    asked = request(2048, 3)
+    asked = replace(request(2048, 3), clip=clip)
     candidate = Candidate(
         level=LEVELS[level], arrangement=ARRANGEMENTS[arrangement], micro_batch_size=1, num_micro_batches=3,
         keep_last=kept,
@@ -219,6 +225,29 @@ def test_cards_share_short_runs_and_get_the_figures_of_their_own() -> None:
     assert len({short.seconds(0) for short in found}) == len(found)
     longer = shared.of(replace(asked, seq_len=256), candidate)
     assert longer.passes is not found[0].passes
+
+
+def test_fused_updates_take_half_the_passes_where_they_clip_by_the_previous_norm(tmp_path: Path) -> None:
+    asked = request(2048, 3)
+    candidate = Candidate(
+        level=LEVELS[2], arrangement=ARRANGEMENTS[3], micro_batch_size=1, num_micro_batches=3, keep_last=0
+    )
+    exact, previous = (replace(asked, clip=clip).run(candidate).time.seconds for clip in ("exact", "previous"))
+    assert 0.5 < previous / exact < 0.75
+    option = TrainingOption(method="full", candidate=candidate, device_bytes=0, host_bytes=0, fits=True)
+    write_files(tmp_path, "gpt2-small", replace(asked, clip="previous"), [option], 10**6)
+    assert 'clip = "previous"' in train_path(tmp_path, option).read_text()
+
+
+def test_tiles_are_tried_where_a_long_sequence_does_not_fit_otherwise() -> None:
+    model = replace(MODEL, max_seq_len=2**14, ffn_width=2752)
+    asked = replace(request(600, 1), model=model, seq_len=2**14)
+    (option,) = fit(asked, methods=["lora"])
+    assert option.fits
+    assert option.candidate.arrangement.tiles
+    short = replace(asked, seq_len=2**12)
+    assert not fit(short, methods=["lora"])[0].candidate.arrangement.tiles
+    assert all(not each.tiles for tier in tiers_of(short, LEVELS[0]) for each in tier)
 
 
 def test_disk_is_tried_where_the_host_has_no_room() -> None:
