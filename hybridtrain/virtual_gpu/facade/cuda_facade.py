@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.virtual_gpu.facade.checkpoint_files import checkpoint_files
 from hybridtrain.virtual_gpu.facade.compiled_call import NotCapturedError
-from hybridtrain.virtual_gpu.facade.cuda_module import CARD, answering, cuda_build, cuda_names, do_nothing
+from hybridtrain.virtual_gpu.facade.cuda_module import CARD, answering, cuda_build, cuda_names, nothing
 from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
@@ -82,11 +82,12 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
         yield from ((module, name, value) for name, value in cuda.items() if hasattr(module, name))
     yield torch.accelerator, "current_accelerator", answering(lambda: torch.device("cuda"))
     yield torch.accelerator, "current_device_index", answering(lambda: ledger.card_index)
-    yield torch.accelerator, "set_device_index", do_nothing
+    yield torch.accelerator, "set_device_index", nothing()
     for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
-        yield torch.cuda.nvtx, name, do_nothing
+        yield torch.cuda.nvtx, name, nothing()
     yield torch.cuda.nvtx, "range", contextmanager(lambda *_args, **_kwargs: iter([None]))  # decorates, too
-    yield torch.cuda.memory, "_record_memory_history", do_nothing
+    yield torch.cuda.memory, "_record_memory_history", nothing()
+    yield torch._C, "_cuda_getCurrentRawStream", lambda _device: 0
     yield torch._C._nn, "_parse_to", _numbers_as_cards(torch._C._nn._parse_to)
     one_hot = _one_hot(ledger)
     for module in (torch.nn.functional, torch._C._nn):
@@ -197,7 +198,7 @@ def _libraries(ledger: VirtualLedger) -> Replaced:
         # Unified memory: of the driver, not of torch's allocator; pages stay where they were touched last.
         yield functional, "get_paged", _get_paged
         for name in ("prefetch_tensor", "fill", "_mul"):
-            yield functional, name, do_nothing
+            yield functional, name, nothing()
         # Tables that are kept as long as the process: those of one virtual card are nowhere on the next.
         yield functional, "name2qmap", {}
         yield import_module("bitsandbytes.backends.utils"), "_code_4bit_cache", {}
@@ -395,7 +396,7 @@ def _compile(ledger: VirtualLedger, model: Any = None, **options: Any) -> Any:
         return partial(_compile, ledger, **options)
     module = getattr(model, "__module__", None) or ""
     if module.startswith("torchao.") and getattr(model, "__name__", "") == "single_param_adam":
-        return do_nothing
+        return nothing()
     backend = options.get("backend", "inductor")
     if options.get("disable") or backend == "eager":
         return model

@@ -36,8 +36,13 @@ _RATES = {
 """Fields of ``get_device_properties`` that are equal for all cards."""
 
 
-def do_nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Do nothing, whatever the arguments."""
+def nothing() -> Callable[..., None]:
+    """Return a function of its own that does nothing: TorchDynamo has a rule for each function of torch."""
+
+    def do_nothing(*_args: Any, **_kwargs: Any) -> None:
+        """Do nothing, whatever the arguments."""
+
+    return do_nothing
 
 
 def cuda_build(card: Card) -> tuple[str, tuple[str, ...]]:
@@ -143,7 +148,7 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
     }
     return {
         **{name: answering(lambda value=value: value) for name, value in _CONSTANTS.items()},  # type: ignore[misc]
-        **dict.fromkeys(_NOTHING, do_nothing),
+        **{name: nothing() for name in _NOTHING},
         **{name: answering(answer) for name, answer in answers.items()},
         **dict.fromkeys(("device", "device_of", "_DeviceGuard"), VirtualDevice),
         **dict.fromkeys(("current_stream", "default_stream", "Stream", "Event"), VirtualStream),

@@ -347,3 +347,9 @@ def test_a_triton_kernel_takes_the_time_of_its_tensor_arguments_and_says_so(gpu:
     assert (op.name, op.bytes_moved, op.dtype, op.flops) == ("triton._negate", 12 * MIB, "float32", 0)
     assert allocated() == before
     assert any("Triton" in caveat for caveat in gpu.basis().caveats(fits=True))
+
+
+def test_libraries_find_a_raw_stream_and_dynamo_its_rules() -> None:
+    assert torch._C._cuda_getCurrentRawStream(0) == 0
+    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map
+    assert rules.__wrapped__(), "two functions of torch that do nothing must not be one object"
