@@ -247,6 +247,8 @@ class FitRequest:
     """How many cards, and what joins them."""
     matmul: Matmul = "full"
     clip: Clip = "exact"
+    tries_tiles: bool = True
+    """Whether long sequences that have no room otherwise are tried with a tiled MLP."""
 
     def __post_init__(self) -> None:
         if self.num_sequences % self.world.size:

@@ -442,7 +442,8 @@ class _Search:
 def tiers_of(request: FitRequest, level: Numerics) -> tuple[tuple[Arrangement, ...], ...]:
     """Return groups of arrangements: one is tried where none of the group before has room."""
     # Dropout and experts do not go in tiles.
-    is_long = request.seq_len > TiledMlp().mlp_tile_tokens and not (request.model.experts or request.model.dropout)
+    is_refused = not request.tries_tiles or request.model.experts or request.model.dropout
+    is_long = request.seq_len > TiledMlp().mlp_tile_tokens and not is_refused
     if level.name in _ADAPTERS:
         return (_ADAPTER_ARRANGEMENTS, *((TILED_ADAPTER_ARRANGEMENTS,) if is_long else ()))
     if request.world.size == 1:

@@ -101,7 +101,8 @@ def _longest(job: AtlasJob) -> Iterator[int]:
 
 
 def _request(job: AtlasJob, card: str, seq_len: int) -> FitRequest:
-    return replace(job.arguments(card, seq_len).resolve(), card=job.cards[card])
+    """Return what is asked of a cell; tiles, which go farther, take minutes a card."""
+    return replace(job.arguments(card, seq_len).resolve(), card=job.cards[card], tries_tiles=False)
 
 
 def _kind(card: Card) -> tuple[int, _Kernels]:

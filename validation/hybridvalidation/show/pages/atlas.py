@@ -141,6 +141,7 @@ def _text(atlas: Atlas, style: str) -> Iterator[str]:
         "Every cell is the answer of `hybridtrain fit MODEL --card CARD --method PRECISION --seq N`. Bytes of what "
         f"fits at {', '.join(f'{length:,}' for length in file.planned)} tokens are planned, by a dry run of every "
         "block. Others are extrapolated from a dry run of three blocks, as by `--quick`. "
+        "A tiled MLP is not tried here: with it `fit` finds room for longer sequences. "
         f"Speeds are estimated: off by {TIME_ERROR:.0%} on average on repositories left out of the fit, by "
         f"{WAITING_ERROR:.0%} where a step waits for copies. {outdated_sentence(atlas)}".rstrip()
     )
