@@ -8,7 +8,7 @@ import pytest
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.reports.tables import MARKDOWN
-from hybridvalidation.study.duel import duel_figures
+from hybridvalidation.study.duel import duel_figures, duel_words
 from hybridvalidation.study.order import next_runs
 from hybridvalidation.study.protocol import Made, StudyFile, StudyRun, read_study_file
 from hybridvalidation.study.report import study_text, verdict_sentence
@@ -48,10 +48,17 @@ def test_only_both_sides_are_run_at_their_own_lengths_and_rates() -> None:
     assert not next_runs(study, made_with(study, 0.0))
 
 
-@pytest.mark.parametrize(("gap", "word"), [(-0.02, "claim is met"), (0.02, "refuted"), (0.0005, "claim is not met")])
-def test_the_verdict_follows_the_interval(gap: float, word: str) -> None:
-    study = study_of(**DUEL)
-    assert word in verdict_sentence(study, made_with(study, gap))
+@pytest.mark.parametrize(("gap", "word", "short"), [
+    (-0.02, "claim is met", "better against AdEMAMix at equal time: -0.0"),
+    (0.02, "refuted", "worse against AdEMAMix"),
+    (0.0005, "claim is not met", "no difference shown against"),
+])  # fmt: skip
+def test_the_verdict_follows_the_interval(gap: float, word: str, short: str) -> None:
+    study, made = study_of(**DUEL), made_with(study_of(**DUEL), gap)
+    assert study.duel is not None
+    assert word in verdict_sentence(study, made)
+    assert duel_words(study, study.duel, made).startswith(short)
+    assert duel_words(study, study.duel, {}) == "not yet compared with AdEMAMix at equal time"
 
 
 def test_an_open_answer_tells_the_seeds_that_would_decide_it() -> None:

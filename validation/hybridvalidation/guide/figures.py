@@ -31,6 +31,7 @@ from hybridvalidation.show.pages.scenario import summary_table
 from hybridvalidation.show.pages.targets import all_targets
 from hybridvalidation.show.report import stale_pages
 from hybridvalidation.show.results import Results
+from hybridvalidation.study.duel import duel_words
 from hybridvalidation.study.equivalence import Comparison, Finding
 from hybridvalidation.study.factors import method_figures
 from hybridvalidation.study.protocol import StudyFile, read_study, read_study_file
@@ -62,6 +63,9 @@ class Figures(Results):
             "Quality": (
                 f"tested on models of {self.ladder('0.25m', 'size')} parameters only",
                 "table", "results/tables/study-quality-ladder.md",
+            ),
+            "Predicted steps": (
+                self.duel("predict-ademamix-0.1m"), "study", "results/tables/study-predict-ademamix-0.1m.md",
             ),
         }  # fmt: skip
         return "\n".join(f"- **{head}**: {told} ([{name}]({page}))." for head, (told, name, page) in rows.items())
@@ -109,6 +113,14 @@ class Figures(Results):
         found = method_figures(file, read_study(self.folder, file), method)
         assert found is not None, f"{study} has no figures of {method}"
         return f"{found.factor.mean:.2f} (95 % interval {found.factor.low:.2f} to {found.factor.high:.2f})"
+
+    def duel(self, study: str) -> str:
+        """Return what a direct comparison of two methods at equal time shows."""
+        file = read_study_file(self.files.folder, study)
+        assert isinstance(file, StudyFile), f"{study} is no study of methods"
+        assert file.duel is not None, f"{study} compares more than two methods"
+        size = format_count(file.model.num_params)
+        return f"{duel_words(file, file.duel, read_study(self.folder, file))}, {size} parameters"
 
     def settings(self, file: str) -> str:
         """Return every table of a kind of file (training, stack, model, card, scenario)."""

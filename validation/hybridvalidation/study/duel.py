@@ -18,6 +18,7 @@ from hybridvalidation.study.order import next_runs
 from hybridvalidation.study.protocol import Duel, Side, StudyFile, StudyRecord, run_key
 
 _POWER, _ERROR = 0.8, 0.05
+_NAMES = {"ademamix": "AdEMAMix"}
 _HEADERS = ("method", "learning rate", "steps", "seeds", "loss", "test", "processor time", "predicted steps")
 
 
@@ -83,6 +84,20 @@ def duel_sentence(study: StudyFile, duel: Duel, made: Mapping[str, Any]) -> str:
         return f"{told}: it is worse; the registered claim is refuted."
     decides = f" At this mean and deviation {figures.deciding_seeds:,} seeds would decide." if found.mean else ""
     return f"{told}: no difference is shown; the registered claim is not met.{decides}"
+
+
+def duel_words(study: StudyFile, duel: Duel, made: Mapping[str, Any]) -> str:
+    """Return the difference and what it shows, for a page that names the study."""
+    figures = duel_figures(study, duel, made)
+    if figures.interval is None or next_runs(study, made):
+        return f"not yet compared with {_NAMES.get(duel.second.method, duel.second.method)} at equal time"
+    low, high = figures.interval.low, figures.interval.high
+    found = "no difference shown" if figures.diverged or low <= 0 <= high else "better" if high < 0 else "worse"
+    against = _NAMES.get(duel.second.method, duel.second.method)
+    seeds = f"{len(figures.pairs)} seeds"
+    return (
+        f"{found} against {against} at equal time: {figures.interval.mean:+.4f} nats [{low:+.4f}, {high:+.4f}], {seeds}"
+    )
 
 
 def duel_table(study: StudyFile, duel: Duel, made: Mapping[str, Any], style: str) -> str:

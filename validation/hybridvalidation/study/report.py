@@ -159,7 +159,7 @@ def write_study(study: Study, made: Mapping[str, Any], targets: Mapping[str, Tar
         title = title if study.duel is None else "Two methods"
     parts = [
         f"# {title}: {study.description}", study_text(study, made, targets, results, MARKDOWN),
-        made_by(("", record) for record in made.values()), "## Pictures",
+        made_by(("", record) for record in made.values()), *(["## Pictures"] if plots else []),
         "\n".join(f"![{path.stem}](../plots/{path.name})" for path in plots),
     ]  # fmt: skip
     return [write_page(results, page, "\n\n".join(parts)), *plots]
