@@ -125,9 +125,15 @@ def record_steps(
 def check_low_bit(plan: MemoryPlan, card: Card) -> None:
     """Raise ``ConfigError`` if a card cannot multiply in the plan's 8-bit format."""
     kind = plan.for_phase(Phase.FULL).linear
-    if kind in {LinearKind.INT8, LinearKind.FLOAT8} and kind.value not in card.low_bit_formats:
-        allowed = ", ".join(card.low_bit_formats) or "none; drop low_bit_matmul"
-        raise ConfigError("low_bit_matmul", [f"format: {card.name} multiplies no {kind}; allowed: {allowed}"])
+    if kind in {LinearKind.INT8, LinearKind.FLOAT8}:
+        check_format(kind.value, card, "low_bit_matmul.format")
+
+
+def check_format(name: str, card: Card, where: str) -> None:
+    """Raise ``ConfigError`` if a card cannot multiply in an 8-bit format; ``where`` it was asked for."""
+    if name not in card.low_bit_formats:
+        allowed = ", ".join(card.low_bit_formats) or "none; drop it"
+        raise ConfigError(where, [f"{card.name} multiplies no {name}; allowed: {allowed}"])
 
 
 def on_card(run: DryRun, card: Card, host: Host) -> DryRun:

@@ -6,6 +6,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.models.find_model import find_model
 from hybridtrain.models.model_config import MOST_TOKENS, asked_workload, check_workload
 from hybridtrain.planning.candidates import Clip, FitRequest, Matmul
+from hybridtrain.planning.dry_runs import check_format
 from hybridtrain.sizes import parse_size
 from hybridtrain.units import GIB
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
@@ -47,9 +48,8 @@ class FitArguments:
             fault = f"{num_sequences} sequences of {seq_len} tokens must be a multiple of {world.size} cards"
             raise ConfigError("--tokens-per-step", [f"{fault}; give {world.size * seq_len} times any number"])
         card = find_card(self.card)
-        if self.matmul != "full" and self.matmul not in card.low_bit_formats:
-            allowed = ", ".join(("full", *card.low_bit_formats))
-            raise ConfigError("--matmul", [f"{card.name} multiplies no {self.matmul}; allowed: {allowed}"])
+        if self.matmul != "full":
+            check_format(self.matmul, card, "--matmul")
         host = parse_host(self.host_memory)
         return FitRequest(shape, card, host, seq_len, num_sequences, world, self.matmul, self.clip)
 

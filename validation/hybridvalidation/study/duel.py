@@ -92,12 +92,12 @@ def duel_words(study: StudyFile, duel: Duel, made: Mapping[str, Any]) -> str:
     if figures.interval is None or next_runs(study, made):
         return f"not yet compared with {_NAMES.get(duel.second.method, duel.second.method)} at equal time"
     low, high = figures.interval.low, figures.interval.high
-    found = "no difference shown" if figures.diverged or low <= 0 <= high else "better" if high < 0 else "worse"
+    found = (
+        "not told apart from" if figures.diverged or low <= 0 <= high else "better than" if high < 0 else "worse than"
+    )
     against = _NAMES.get(duel.second.method, duel.second.method)
     seeds = f"{len(figures.pairs)} seeds"
-    return (
-        f"{found} against {against} at equal time: {figures.interval.mean:+.4f} nats [{low:+.4f}, {high:+.4f}], {seeds}"
-    )
+    return f"{found} {against} at equal time: {figures.interval.mean:+.4f} nats [{low:+.4f}, {high:+.4f}], {seeds}"
 
 
 def duel_table(study: StudyFile, duel: Duel, made: Mapping[str, Any], style: str) -> str:

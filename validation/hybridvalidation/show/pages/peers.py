@@ -48,8 +48,8 @@ def spread_text() -> str:
     )
 
 
-def peers_text(scenario: PeerScenario, rows: Sequence[Row], spread: str = "") -> str:
-    """Return the page of a scenario; ``spread``: the sentence of ``spread_text``."""
+def peers_text(scenario: PeerScenario, rows: Sequence[Row]) -> str:
+    """Return the page of a scenario."""
     card, workload, memory = scenario.card.resolve(), scenario.workload, scenario.host.memory_gib
     made = [("", record) for row in rows for record in row.records.values()]
     facts = (
@@ -59,7 +59,7 @@ def peers_text(scenario: PeerScenario, rows: Sequence[Row], spread: str = "") ->
     )
     versions = "\n".join(f"- {line}" for line in versions_lines(rows))
     trained = _TRAINED if any(Evidence.EXECUTED in row.records for row in rows) else ""
-    how = " ".join(part for part in (_HOW, spread, trained) if part)
+    how = " ".join(part for part in (_HOW, spread_text(), trained) if part)
     parts = [
         f"# {scenario.title}", facts, scenario.description.strip(), peer_table(rows, MARKDOWN), how, versions,
         made_by(made),
@@ -107,11 +107,11 @@ def _bars(found: _Planned, values: Sequence[float], unit: str, digits: int, line
 
 
 def _pages(results: Results) -> Iterator[Page]:
-    records, spread = read_peer_records(results.records), spread_text()
+    records = read_peer_records(results.records)
     for name, scenario in read_peers(results.files).items():
         rows = rows_of(scenario, results.files, records)
         if any(row.records for row in rows):
-            text, pictures = peers_text(scenario, rows, spread), _pictures(scenario, rows)
+            text, pictures = peers_text(scenario, rows), _pictures(scenario, rows)
             yield Page(name=f"peers-{name}", group="Comparisons", text=text, pictures=pictures)
 
 
