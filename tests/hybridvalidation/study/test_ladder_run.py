@@ -11,6 +11,7 @@ import torch
 from hybridtrain.cli.main import main
 from hybridtrain.data.pinned_corpus import pinned_corpus
 from hybridtrain.errors import RecordError
+from hybridtrain.optimizations import FusedUpdate
 from hybridtrain.run.environment import read_environment
 from hybridvalidation import experiment
 from hybridvalidation.records.store import append_line
@@ -102,6 +103,20 @@ def test_runs_on_another_text_are_not_joined(ladder: LadderFile, tmp_path: Path)
     append_line(record_path(tmp_path, "tiny"), replace(record, corpus_digest="0123456789"))
     with pytest.raises(RecordError, match="its runs used the text 01234567, this machine has"):
         run_study(ladder, tmp_path, jobs=1, max_runs=None, say=lambda _: None)
+
+
+def test_a_fused_configuration_may_clip_by_the_previous_norm(ladder: LadderFile) -> None:
+    own = replace(ladder.configuration("vanilla"), optimizations=(FusedUpdate(),))
+    exact, previous = (recipe_of(ladder, replace(own, clip=clip), 0.01) for clip in ("exact", "previous"))
+    assert previous == replace(exact, optimizer=replace(exact.optimizer, clip="previous"))
+    losses = []
+    for recipe in (exact, previous):
+        clips_always = replace(recipe, optimizer=replace(recipe.optimizer, max_grad_norm=1e-3))
+        trial = LadderTrial(ladder.rungs[0], clips_always, 0, pinned_corpus())
+        trial.train(4)
+        losses.append(trial.losses)
+    assert losses[0][:2] == losses[1][:2], "the first step knows no norm before it"
+    assert losses[0][2:] != losses[1][2:]
 
 
 def test_the_control_loses_what_stochastic_rounding_keeps(ladder: LadderFile) -> None:

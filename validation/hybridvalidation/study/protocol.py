@@ -407,6 +407,8 @@ class Configuration:
     """Optimizer kind, with the baseline's learning rate, weight decay and clipping."""
     lrs: tuple[float, ...] = ()
     """Learning rates to try at the tuning seed, for another optimizer or fine-tuning; empty: the reference's."""
+    clip: Literal["exact", "previous"] = "exact"
+    """Gradient clipping of fused updates."""
     rounds_to_nearest: bool = False
     """Control: round bfloat16 weights without a master to nearest, which loses small updates."""
     fine_tunes: bool = False

@@ -272,6 +272,8 @@ def recipe_of(ladder: LadderFile, own: Configuration | Stack, lr: float) -> Reci
     common = {name: getattr(base, name) for name in ("lr", "weight_decay", "max_grad_norm")}
     optimizer: Optimizer = base if own.optimizer == base.kind else OPTIMIZERS[own.optimizer](**common)
     to_nearest = isinstance(own, Configuration) and own.rounds_to_nearest
+    if isinstance(own, Configuration) and own.clip != optimizer.clip:
+        optimizer = replace(optimizer, clip=own.clip)
     return Recipe(plan=own.plan(), optimizer=optimizer, hybrid=ladder.hybrid, rounds_to_nearest=to_nearest)
 
 
