@@ -45,11 +45,10 @@ class _Tiled(autograd.Function):
                 out = ctx.work(leaf, computes_output=False)
             found, *others = autograd.grad(out, (leaf, *ctx.parameters), grad)
             grad_tile.copy_(found)
-            for total, part in zip(sums, others, strict=True):
-                total.add_(part)
-            del leaf, out, found, others
-        grads = (total.to(x.dtype) for total, x in zip(sums, ctx.parameters, strict=True))
-        return None, None, None, grad_hidden_ND, *grads
+            while others:  # each goes when it is added
+                sums[len(others) - 1].add_(others.pop())
+            del leaf, out, found
+        return None, None, None, grad_hidden_ND, *[sums.pop(0).to(x.dtype) for x in ctx.parameters]
 
 
 def in_tiles(

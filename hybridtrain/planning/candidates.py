@@ -55,6 +55,11 @@ class Numerics:
     optimizer: str = "adamw"
 
     @property
+    def trains_adapters(self) -> bool:
+        """Whether the model's own weights are frozen."""
+        return self.state_bytes == 0
+
+    @property
     def master_bytes(self) -> int:
         """Per parameter: what split16 keeps beside the weight."""
         return 2 if any(isinstance(o, MixedPrecision) and o.master == "split16" for o in self.optimizations) else 0
@@ -271,6 +276,12 @@ class FitRequest:
     def rank_sequences(self) -> int:
         """Sequences of a step on each card."""
         return self.num_sequences // self.world.size
+
+    @property
+    def changes(self) -> str:
+        """Options of ``fit`` that change numerics, as on the command line."""
+        matmul = "" if self.matmul == "full" else f" --matmul {self.matmul}"
+        return matmul + ("" if self.clip == "exact" else f" --clip {self.clip}")
 
     def optimizer(self, level: Numerics) -> Optimizer:
         """Return the optimizer of a precision with its default settings."""

@@ -444,7 +444,7 @@ def tiers_of(request: FitRequest, level: Numerics) -> tuple[tuple[Arrangement, .
     # Dropout and experts do not go in tiles.
     is_refused = not request.tries_tiles or request.model.experts or request.model.dropout
     is_long = request.seq_len > TiledMlp().mlp_tile_tokens and not is_refused
-    if level.name in _ADAPTERS:
+    if level.trains_adapters:
         return (_ADAPTER_ARRANGEMENTS, *((TILED_ADAPTER_ARRANGEMENTS,) if is_long else ()))
     if request.world.size == 1:
         return (ARRANGEMENTS, _DISK_ARRANGEMENTS, *((TILED_ARRANGEMENTS,) if is_long else ()))

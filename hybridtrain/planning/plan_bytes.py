@@ -6,6 +6,7 @@ elsewhere is left out.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from hybridtrain.models.adapter import GROUPS
 from hybridtrain.models.model_config import ModelConfig, Workload, block_params, block_shapes
@@ -87,9 +88,13 @@ def bytes_of(model: ModelConfig, plan: MemoryPlan, workload: Workload, optimizer
     place(full.grad, trained, trained_outside + (block if trained == params else adapters // model.num_blocks))
     grads, card = card, before
     kept = full.kept_blocks if full.recompute_every else model.num_blocks
-    activations = _block_activations(model, full, workload) * compute
+    tile = full.mlp_tile_tokens
+    activations = _block_activations(model, full, workload, 0 if tile else tokens) * compute
     at_head = min(kept, model.num_blocks) * activations + _logits(model, full, tokens)
     in_segment = min(max(1, full.recompute_every), model.num_blocks) * activations
+    if tile:
+        of_one = _block_activations(model, full, workload, min(tile, tokens)) * compute - activations
+        in_segment += of_one + (_BYTES[Codec.FLOAT32] * _ffn_params(model) if trained == params else 0)
     if full.grad_accum_steps > 1 or full.grad.placement is not Placement.DEVICE:
         card += max(at_head, in_segment) + grads  # those of the micro-batches before, or of embedding and head
     else:
@@ -133,12 +138,16 @@ def _logits(model: ModelConfig, plan: PhasePlan, tokens: int) -> float:
     return _LOSS_BYTES[plan.compute_dtype] * tokens * model.vocab_size
 
 
-def _block_activations(model: ModelConfig, plan: PhasePlan, workload: Workload) -> float:
+def _ffn_params(model: ModelConfig) -> int:
+    return sum(prod(shape) for name, shape in block_shapes(model).items() if name.startswith("ffn_"))
+
+
+def _block_activations(model: ModelConfig, plan: PhasePlan, workload: Workload, ffn_tokens: int) -> float:
+    """Return the elements that a block keeps, of so many tokens in its feed-forward part."""
     parts = model.architecture
     of_width, of_kv, of_ffn = _LEARNED if parts.positions == "learned" else _ROTARY
     tokens = workload.micro_batch_size * workload.seq_len
     q_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    in_ffn = min(plan.mlp_tile_tokens or tokens, tokens)
     elements = (of_width - 2) * model.width + 2 * q_width + of_kv * kv_width
     if parts.qk_norm != "none":
         elements += q_width + kv_width  # before the norm
@@ -146,9 +155,9 @@ def _block_activations(model: ModelConfig, plan: PhasePlan, workload: Workload) 
         elements += 2 * model.width
     elements *= tokens
     if model.experts:  # each row once more where it is sorted, and once where it is weighed
-        elements += in_ffn * model.experts.per_token * (of_ffn * model.experts.ffn_width + 3 * model.width)
+        elements += ffn_tokens * model.experts.per_token * (of_ffn * model.experts.ffn_width + 3 * model.width)
     else:
-        elements += in_ffn * of_ffn * model.ffn_width
+        elements += ffn_tokens * of_ffn * model.ffn_width
     if plan.attention is Attention.UNFUSED:
         elements += workload.micro_batch_size * model.num_heads * workload.seq_len**2
     return elements

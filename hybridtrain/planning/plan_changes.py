@@ -57,8 +57,9 @@ def _of_blocks(plan: PhasePlan, num_blocks: int, world: int) -> Iterator[str]:
 
 def _of_batch(plan: PhasePlan, workload: Workload, world: int) -> Iterator[str]:
     tokens = workload.micro_batch_size * workload.seq_len
-    if plan.loss_chunk_tokens > tokens:
-        yield f"loss_chunk_tokens: {plan.loss_chunk_tokens} asked, {tokens} used; a micro-batch has {tokens} tokens"
+    for name in ("loss_chunk_tokens", "mlp_tile_tokens"):
+        if getattr(plan, name) > tokens:
+            yield f"{name}: {getattr(plan, name)} asked, {tokens} used; a micro-batch has {tokens} tokens"
     own = plan.grad_accum_steps // (1 if plan.pipeline_stages > 1 else world)
     if plan.visit_micro_batches > own > 0:
         yield (

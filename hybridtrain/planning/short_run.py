@@ -145,7 +145,7 @@ class ShortRuns:
         few = min(candidate.num_micro_batches, most)
         key = (
             _of_few_blocks(request.model), request.seq_len, candidate.world, few, arrangement,
-            candidate.micro_batch_size, level.accumulator, level.weight_bytes, _is_frozen(level),
+            candidate.micro_batch_size, level.accumulator, level.weight_bytes, level.trains_adapters,
             request.card.has_bfloat16_tensor_cores,  # decides on the kernels
         )  # fmt: skip
         if key not in self._passes:
@@ -162,7 +162,7 @@ class ShortRuns:
 
     def update_time(self, request: FitRequest, level: Numerics, arrangement: Arrangement) -> _Update:
         """Return the time of an update on the request's card."""
-        if _is_frozen(level):
+        if level.trains_adapters:
             return _Update(0.0, Bottleneck.OPTIMIZER)  # of a hundredth of the parameters
         model = replace(request.model, num_blocks=_UPDATED_BLOCKS, vocab_size=_FEW_WORDS)
         if block_params(model) > _MANY_PARAMS:
@@ -210,10 +210,6 @@ def _update_time(request: FitRequest, model: ModelConfig, arrangement: Arrangeme
 
 def _group_of(request: FitRequest) -> VirtualGroup | None:
     return VirtualGroup(0, request.world.size) if request.world.size > 1 else None
-
-
-def _is_frozen(level: Numerics) -> bool:
-    return level.state_bytes == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from hybridtrain.planning.short_run import ShortRuns
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.reports.fit_files import stack_of, train_path, weights_folder, write_files
-from hybridtrain.reports.fit_text import PERCENT, chosen_methods, columns, free_share, in_blocks, short_name
+from hybridtrain.reports.fit_text import CLIPPED, PERCENT, chosen_methods, columns, free_share, in_blocks, short_name
 from hybridtrain.stacks import RESULTS, evidence_folder
 from hybridtrain.units import format_bytes, format_count, to_gib
 from hybridtrain.virtual_gpu.cards.card import CardLimit, FitVerdict
@@ -97,7 +97,7 @@ class FitReport:
         return (
             f"hybridtrain fit {quote(self._model)} --card {quote(str(self.arguments.card))} {cards}"
             f"--host-memory {memory} --seq {self.request.seq_len} "
-            f"--tokens-per-step {self.request.tokens_per_step} --write options/"
+            f"--tokens-per-step {self.request.tokens_per_step}{self.request.changes} --write options/"
         )
 
     @property
@@ -122,6 +122,8 @@ class FitReport:
             "seq_len": request.seq_len,
             "tokens_per_step": request.tokens_per_step,
             "free_percent": self.free_percent,
+            "matmul": request.matmul,
+            "clip": request.clip,
             "card_note": request.card.note,
             "tokens": self.tokens,
             "options": [self._row_mapping(option) for option in self.options],
@@ -266,11 +268,9 @@ class FitReport:
         asked = f"{self._model}, {request.num_sequences} x {request.seq_len} tokens/step"
         memory = f"{to_gib(request.card.memory_bytes):.2f} GiB{source}, {self.free_percent:g} % free"
         errors = f"{TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind"
-        fused = [option for option in self.options if option.candidate.arrangement.fuses]
-        clipped = "Fused updates clip by the previous step's norm, which is not tested for quality."
         lines = [
             rule,
-            *([clipped] if fused and request.clip == "previous" else []),
+            *([CLIPPED] if request.clip == "previous" else []),
             f"{asked}; {cards}{short_name(request.card)}: {memory}; host: {host} for tensors.",
             *([f"{request.card.note}. {_FLOAT16}"] if CardLimit.BFLOAT16 in request.card.limits else []),
             f"~: extrapolated, else planned. Speeds: estimated, {errors}; +/-: four runs of five.",

@@ -9,7 +9,7 @@ from hybridtrain.planning.candidates import FitRequest
 from hybridtrain.planning.solving import Quantity, Solution, Solved, seq_step, solve
 from hybridtrain.planning.time_error import TIME_ERROR, WAITING_ERROR
 from hybridtrain.reports.fit_arguments import FitArguments
-from hybridtrain.reports.fit_text import PERCENT, chosen_methods, columns, free_share, in_blocks, short_name
+from hybridtrain.reports.fit_text import CLIPPED, PERCENT, chosen_methods, columns, free_share, in_blocks, short_name
 from hybridtrain.units import format_bytes, to_gib
 from hybridtrain.virtual_gpu.cards.card import Card, card_catalogue
 
@@ -170,6 +170,7 @@ class SolveReport:
             f"{_RULES[self.quantity].format(step=seq_step(request))}, all recomputed, 2 micro-batches or more; {how}.",
             f"{self.arguments.model}, {', '.join(asked)}; {'; '.join(places)}.",
             f"Speeds: estimated, {TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind.",
+            *([CLIPPED] if request.clip == "previous" else []),
         )
         return [line for text in told for line in wrap(text, width)]
 

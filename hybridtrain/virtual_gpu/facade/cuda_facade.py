@@ -178,7 +178,9 @@ def _build_of_cuda(card: Card) -> Replaced:
 def _launched(ledger: VirtualLedger) -> Callable[..., None]:
     """Return the launch of a Triton kernel: it allocates nothing, as it writes into tensors that its caller made."""
 
-    def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+    def run(kernel: Any, *args: Any, warmup: bool = False, **kwargs: Any) -> None:
+        if warmup:  # compiles alone
+            return
         while not hasattr(kernel, "__name__"):  # tuners and heuristics wrap it
             kernel = kernel.fn
         told = "Triton kernels are not run: their time is that of reading or writing every tensor argument once"

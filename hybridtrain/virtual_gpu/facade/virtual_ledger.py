@@ -398,6 +398,8 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
     def launch(self, name: str, arguments: Iterable[Any]) -> None:
         """Record a launch of a kernel that is not run: each tensor on the card is read or written once."""
         tensors = [value for value in arguments if isinstance(value, Tensor) and self.place_of(value) is Place.DEVICE]
+        for tensor in tensors:  # any of them may be written
+            self.values.forget(tensor)
         self._await(tensors)
         waits, self._joined = tuple(self._joined), []
         self._last_compute = len(self._ops)

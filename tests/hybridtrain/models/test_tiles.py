@@ -8,10 +8,11 @@ from torch import Tensor
 
 from hybridtrain.errors import ConfigError, PlanConflictError
 from hybridtrain.models.model_config import ModelConfig, Workload
-from hybridtrain.models.tiles import in_tiles
+from hybridtrain.models.tiles import _Tiled, in_tiles
 from hybridtrain.optimizations import (
     ActivationOffload,
     ChunkedLoss,
+    FusedUpdate,
     GradAccumulation,
     GradientCheckpointing,
     Int8Weights,
@@ -39,15 +40,20 @@ STACKS: dict[str, list[Optimization]] = {
     "lora": [Lora(), CHECKPOINTS],
     "qlora": [Lora(), Nf4Weights(), CHECKPOINTS],
     "int8": [Int8Weights(), CHECKPOINTS],
+    "dora": [Lora(magnitude=True), CHECKPOINTS],
+    "fused": [FusedUpdate(), VERTICAL, GradientCheckpointing(recompute_every=1), WeightStreaming()],
 }
 MODELS = {"gpt2": GPT2_UNTIED, "llama": LLAMA_GROUPED, "gemma2": FAMILIES["gemma2"], "olmo2": FAMILIES["olmo2"]}
 
 
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("model", MODELS)
-def test_training_is_that_of_whole_parts(model: str, stack: str) -> None:
+def test_training_is_that_of_whole_parts(model: str, stack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles, true = list[int](), _Tiled.backward
+    monkeypatch.setattr(_Tiled, "backward", lambda ctx, grad: (tiles.append(ctx.tile_tokens), true(ctx, grad))[1])
     steps = 1 + (VERTICAL in STACKS[stack])
     whole, tiled = (trained_history(MODELS[model], [*STACKS[stack], *more], steps) for more in ((), (TILED,)))
+    assert set(tiles) == {5}
     assert tiled.losses == pytest.approx(whole.losses, rel=1e-5)
     for name, weight in whole.weights.items():
         assert torch.allclose(tiled.weights[name], weight, rtol=1e-3, atol=1e-4), name

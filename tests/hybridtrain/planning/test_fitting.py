@@ -27,6 +27,7 @@ from hybridtrain.planning.fitting import (
     fit,
     in_order,
     least,
+    precisions,
     speed,
     tiers_of,
 )
@@ -248,6 +249,15 @@ def test_tiles_are_tried_where_a_long_sequence_does_not_fit_otherwise() -> None:
     short = replace(asked, seq_len=2**12)
     assert not fit(short, methods=["lora"])[0].candidate.arrangement.tiles
     assert all(not each.tiles for tier in tiers_of(short, LEVELS[0]) for each in tier)
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+def test_adapters_beside_8_bit_products_are_arranged_as_other_adapters(cards: int) -> None:
+    asked = replace(request(2048, 4), world=World(size=cards), matmul="int8")
+    for _, level in precisions(["lora", "qlora"], "int8"):
+        plain = level.name.partition("_")[0]
+        assert tiers_of(asked, level) == tiers_of(asked, next(each for _, each in precisions([plain])))
+    assert least(asked, methods=["lora"])[0].fits
 
 
 def test_disk_is_tried_where_the_host_has_no_room() -> None:

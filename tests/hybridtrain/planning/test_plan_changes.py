@@ -28,6 +28,7 @@ from hybridtrain.optimizations import (
     MixedPrecision,
     Pipeline,
     PredictMemory,
+    TiledMlp,
     WeightStreaming,
     Zero,
 )
@@ -168,6 +169,7 @@ def test_what_is_told_is_what_the_engine_does(
 
 TOLD: dict[str, tuple[list[Optimization], dict[str, object]]] = {
     "loss_chunk_tokens: 1024 asked, 16 used; a micro-batch has 16 tokens": ([ChunkedLoss()], {}),
+    "mlp_tile_tokens: 4096 asked, 16 used; a micro-batch has 16 tokens": ([TiledMlp()], {}),
     "visit_micro_batches: 4 asked, 2 used; a rank has 2 micro-batches of a step": (
         [GradAccumulation(grad_accum_steps=4, schedule="vertical", visit_micro_batches=4)], {"world": 2},
     ),

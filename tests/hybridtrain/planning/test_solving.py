@@ -159,6 +159,17 @@ def test_cards_share_the_runs_of_the_longest_sequence() -> None:
     assert len(set(found)) > 1
 
 
+def test_the_longest_sequence_is_reached_in_tiles() -> None:
+    long = replace(MODEL, max_seq_len=2**15, ffn_width=2752)
+    asked = replace(request(Case("seq", "lora", 700)), model=long)
+    tiled, whole = (longest_sequence(replace(asked, tries_tiles=tries), "lora") for tries in (True, False))
+    assert tiled is not None
+    assert whole is not None
+    assert tiled.option.candidate.arrangement.tiles
+    assert not whole.option.candidate.arrangement.tiles
+    assert tiled.value > 1.2 * whole.value
+
+
 def test_the_best_comes_first_and_of_equal_ones_that_which_offloads_nothing() -> None:
     asked = request(Case("seq", "exact", 4000))
     solved = solve(asked, "seq", plans=False)

@@ -346,6 +346,11 @@ def test_a_triton_kernel_takes_the_time_of_its_tensor_arguments_and_says_so(gpu:
     (op,) = gpu.ledger.trace().ops[known:]
     assert (op.name, op.bytes_moved, op.dtype, op.flops) == ("triton._negate", 12 * MIB, "float32", 0)
     assert allocated() == before
+    kernel.warmup(torch.float32, size=MIB, grid=(1,))
+    assert len(gpu.ledger.trace().ops) == known + 1, "a warm-up compiles alone"
+    known_values = torch.zeros(2, device="cuda")
+    kernel[(1,)](known_values, out=out, size=2, unused=host)
+    assert known_values.tolist() == [1.0, 1.0], "what a kernel may have written is unknown: placeholders"
     assert any("Triton" in caveat for caveat in gpu.basis().caveats(fits=True))
 
 

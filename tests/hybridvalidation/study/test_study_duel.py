@@ -82,7 +82,10 @@ def test_no_verdict_before_the_last_seed_nor_beside_a_run_that_diverged() -> Non
     assert verdict_sentence(study, made).startswith("Not finished: slow_gradient ends -0.0")
     assert verdict_sentence(study, {}).startswith("Not finished: the registered claim")
     assert verdict_sentence(study, made_with(study, 0.0, noise=0.0)).endswith("the registered claim is not met.")
-    assert "1 pairs diverged" in verdict_sentence(study, made_with(study, -0.02, diverges=12))
+    diverged = made_with(study, -0.02, diverges=12)
+    assert "1 pairs diverged" in verdict_sentence(study, diverged)
+    assert study.duel is not None
+    assert duel_words(study, study.duel, diverged) == "not better than AdEMAMix at equal time: 1 pairs diverged"
 
 
 @pytest.mark.parametrize(

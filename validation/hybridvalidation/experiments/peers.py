@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,6 @@ KINDS = (Evidence.PLANNED, Evidence.MEASURED, Evidence.EXECUTED)
 _LIMIT_S = 1800.0
 _EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Disable compilation, unless a row asks for it: torchao compiles its update for minutes, and here it is not run."""
-_COMPILED = 'compile": true'
 _HEADERS = (
     "recipe", "fits", "reserved GiB", "tokens/s", "host GiB", "bottleneck", "allocated GiB", "step time",
     "evidence", "remark",
@@ -316,9 +316,15 @@ def _file(kind: Evidence) -> Path:
 
 def start_run(job: PeerJob) -> Child[PeerFigures]:
     """Run one row in a child process."""
-    eager = {} if job.evidence is Evidence.MEASURED or _COMPILED in job.task.config else _EAGER
+    eager = {} if job.evidence is Evidence.MEASURED or _compiles(job.task.settings) else _EAGER
     work = "hybridvalidation.experiments.peer_runs:work"
     return Child(work, job, PeerFigures, limit_s=_LIMIT_S, environment=ONE_THREAD | eager)
+
+
+def _compiles(settings: Mapping[str, Any]) -> bool:
+    """Return whether a recipe's settings, or those inside them, ask for compilation."""
+    inner = (value for value in settings.values() if isinstance(value, dict))
+    return any(settings.get(name) for name in ("compile", "torch_compile")) or any(map(_compiles, inner))
 
 
 def run_record(job: PeerJob, ended: ChildResult[PeerFigures]) -> PeerRecord:

@@ -89,13 +89,13 @@ def duel_sentence(study: StudyFile, duel: Duel, made: Mapping[str, Any]) -> str:
 def duel_words(study: StudyFile, duel: Duel, made: Mapping[str, Any]) -> str:
     """Return the difference and what it shows, for a page that names the study."""
     figures = duel_figures(study, duel, made)
-    if figures.interval is None or next_runs(study, made):
-        return f"not yet compared with {_NAMES.get(duel.second.method, duel.second.method)} at equal time"
-    low, high = figures.interval.low, figures.interval.high
-    found = (
-        "not told apart from" if figures.diverged or low <= 0 <= high else "better than" if high < 0 else "worse than"
-    )
     against = _NAMES.get(duel.second.method, duel.second.method)
+    if next_runs(study, made):
+        return f"not yet compared with {against} at equal time"
+    if figures.diverged or figures.interval is None:
+        return f"not better than {against} at equal time: {figures.diverged} pairs diverged"
+    low, high = figures.interval.low, figures.interval.high
+    found = "not told apart from" if low <= 0 <= high else "better than" if high < 0 else "worse than"
     seeds = f"{len(figures.pairs)} seeds"
     return f"{found} {against} at equal time: {figures.interval.mean:+.4f} nats [{low:+.4f}, {high:+.4f}], {seeds}"
 
