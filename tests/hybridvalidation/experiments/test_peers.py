@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hybridvalidation.experiments.peers import (
     PeerFigures,
     PeerRecord,
     PeerRun,
+    _compiles,
     append_peer_record,
     jobs_of,
     peer_table,
@@ -363,3 +365,13 @@ def test_two_recipes_are_told_apart_by_the_error_of_recorded_ratios() -> None:
     error = time_errors()["ratio"]
     assert f"({error.runs:,} pairs of {error.sources} repositories)" in spread_text()
     assert f"was {100 * error.mean_absolute:.0f} % off on average" in spread_text()
+
+
+@pytest.mark.parametrize(("settings", "compiles"), [
+    ({"optim": "adafactor"}, False),
+    ({"trainer": {"torch_compile": True}}, True),
+    ({"overrides": {"compile": True}}, True),
+    ({"torch_compile": False}, False),
+])  # fmt: skip
+def test_a_recipe_is_compiled_where_its_settings_say_so(settings: dict[str, Any], *, compiles: bool) -> None:
+    assert _compiles(settings) is compiles

@@ -404,7 +404,7 @@ def _line(row: Row, kind: Evidence) -> list[str]:
         f"{to_gib(figures.host_peak_bytes):.2f}" if kind is Evidence.PLANNED else "-", figures.bound or "-",
         f"{to_gib(figures.peak_allocated_bytes):.2f}",
         "-" if tokens_per_s is None else format_seconds(figures.step_time_s),
-        _evidence(row, kind), _joined(figures.shortage, lost, row.run.remark),
+        _evidence(row, kind), _joined(figures.shortage, lost, row.run.remark, _failure(row)),
     ]  # fmt: skip
 
 
@@ -415,8 +415,13 @@ def _evidence(row: Row, kind: Evidence) -> str:
     planned = "planned, times estimated" if row.figures(kind) is not None else ""
     executed, record = row.figures(Evidence.EXECUTED), row.records.get(Evidence.EXECUTED)
     trained = "" if executed is None else f"executed small, loss {executed.losses[0]:.2f} to {executed.losses[-1]:.2f}"
-    failed = f"execution failed: {record.message}" if record and record.outcome is not Outcome.OK else ""
+    failed = "execution failed" if record and record.outcome is not Outcome.OK else ""
     return _joined(planned, trained, failed) or "-"
+
+
+def _failure(row: Row) -> str:
+    record = row.records.get(Evidence.EXECUTED)
+    return f"executed: {record.message}" if record and record.outcome is not Outcome.OK else ""
 
 
 def _versions(row: Row) -> Mapping[str, str]:
