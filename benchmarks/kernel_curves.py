@@ -14,8 +14,7 @@ from kernel_times import KernelTime, bounding_card, load_sources, load_times
 from scipy.optimize import minimize
 
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.account.ledger import OpRecord
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import OpRecord, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, find_card
 from hybridtrain.virtual_gpu.cards.kernels import Curves, Kernel, KernelTimes, class_of
 

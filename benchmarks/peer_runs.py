@@ -34,8 +34,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import on_links, record_steps
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.account.ledger import OpRecord
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, OpRecord, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, Host, find_card
 from hybridtrain.virtual_gpu.cards.kernels import Curves
 from hybridtrain.virtual_gpu.cards.links import World

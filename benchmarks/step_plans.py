@@ -27,7 +27,7 @@ from hybridtrain.optimizations import (
 )
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.planning.dry_runs import record_steps
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, Stage
 from hybridtrain.virtual_gpu.cards.card import find_card
 
 Key = tuple[Any, ...]

@@ -28,8 +28,7 @@ from step_plans import ADAPTED, Key, Recipe, kernels_of, load_kernels, model_of,
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.units import GB
-from hybridtrain.virtual_gpu.account.ledger import OpRecord
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import OpRecord, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, card_catalogue, find_card
 from hybridtrain.virtual_gpu.cards.kernels import Curves, Kernel, KernelTimes, class_of
 from hybridtrain.virtual_gpu.cards.roofline import WIDTH_OF_80, Bottleneck

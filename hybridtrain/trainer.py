@@ -34,7 +34,8 @@ from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan, check_history
 from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.trainer_config import TrainerConfig
-from hybridtrain.virtual_gpu.account.observer import MemoryObserver, NullObserver, Stage
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver, NullObserver
+from hybridtrain.virtual_gpu.account.op_record import Stage
 
 _CLIP_EPS = 1e-6
 """torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; here too, bit-exactly."""

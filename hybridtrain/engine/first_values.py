@@ -22,7 +22,7 @@ from hybridtrain.models.linear import Linear
 from hybridtrain.models.weight_source import WeightSource
 from hybridtrain.models.widening import widened
 from hybridtrain.optim.optimizer import Optimizer, Role
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 _SLICE_ELEMENTS = 1 << 21

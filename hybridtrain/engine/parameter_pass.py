@@ -28,7 +28,7 @@ from hybridtrain.memory.tier_tensor import Piece, SliceStream, Stored, TierTenso
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.optim.optimizer import Optimizer
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 

@@ -11,7 +11,7 @@ from hybridtrain.models.block_model import BlockModel
 from hybridtrain.optim.optimizer import Optimizer
 from hybridtrain.phase import Phase
 from hybridtrain.plan.memory_plan import MemoryPlan, UpdateDevice, weight_storage
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import Stage
 
 
 class PlanEngine:

@@ -21,7 +21,8 @@ from hybridtrain.models.experts import BalanceLoss
 from hybridtrain.models.layers import Head
 from hybridtrain.models.model_config import Experts
 from hybridtrain.plan.memory_plan import PhasePlan
-from hybridtrain.virtual_gpu.account.observer import MemoryObserver, Stage
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.account.repeated_work import PendingBackward
 
 

@@ -17,7 +17,7 @@ from hybridtrain.memory.tier_tensor import Stored, TierTensor, new_stored, read_
 from hybridtrain.memory.weight_store import WeightStore
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 

@@ -10,7 +10,8 @@ from hybridtrain.memory.group import DirectGroup, Group
 from hybridtrain.memory.tier import Ticket, TierBuffer, page_rounded
 from hybridtrain.memory.transfer import Transfer
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.account.observer import Lane, MemoryObserver
+from hybridtrain.virtual_gpu.account.observer import MemoryObserver
+from hybridtrain.virtual_gpu.account.op_record import Lane
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 

@@ -16,7 +16,7 @@ from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import PhasePlan, Schedule
 from hybridtrain.plan.placement import Placement
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 

@@ -18,8 +18,8 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.lean_meta import bypass_meta_wrappers
-from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, OpRecord, StorageLedger
-from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
+from hybridtrain.virtual_gpu.account.op_record import Lane, OpRecord
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
 from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS, StepMemory, replay_on_card, replay_trace

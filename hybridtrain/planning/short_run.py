@@ -31,7 +31,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.lean_meta import bypass_meta_wrappers
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, Stage
 from hybridtrain.virtual_gpu.allocator.replay import replay_trace
 from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.virtual_gpu.cards.roofline import Bottleneck, TimedOp, estimate_step

@@ -21,7 +21,7 @@ from hybridtrain.reports.card_report import card_mapping, figure_lines, peak_fig
 from hybridtrain.stacks import Stack, StackFiles
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.units import GIB, format_bytes, format_count, format_seconds, to_gib
-from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.op_record import Lane
 from hybridtrain.virtual_gpu.allocator.replay import SETTLING_STEPS
 from hybridtrain.virtual_gpu.allocator.reserved_range import ReservedRange, reserved_range
 from hybridtrain.virtual_gpu.cards.card import FitVerdict

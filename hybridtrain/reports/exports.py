@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hybridtrain.units import GIB
-from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.op_record import Lane
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.account.trace import Counter, Slice, build_trace, write_trace
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig

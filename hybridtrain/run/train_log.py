@@ -28,7 +28,7 @@ from hybridtrain.profiler.metric_loggers import (
 from hybridtrain.run.precision import CastCounts
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.account.ledger import StorageLedger
-from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.op_record import Lane
 
 Say = Callable[[str], None]
 

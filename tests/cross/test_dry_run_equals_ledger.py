@@ -35,7 +35,7 @@ from hybridtrain.plan.placement import Placement
 from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, find_peak
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.replay import replay_trace
 from stacks import ADAFACTOR, settings_of

@@ -36,7 +36,7 @@ from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, Stage
 from hybridtrain.weights.export import export_folder
 from hybridtrain.weights.hf_source import open_folder
 from lazy_transfer import ComputeWatch, LazyTransfer

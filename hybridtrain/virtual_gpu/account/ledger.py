@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import hybridtrain.virtual_gpu.account.aten_scratch  # noqa: F401  registers rules
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, OpRecord, Stage, placed
 from hybridtrain.virtual_gpu.account.op_rules import (
     MATMUL_OPS,
     Args,
@@ -34,40 +34,6 @@ from hybridtrain.virtual_gpu.account.op_rules import (
 )
 from hybridtrain.virtual_gpu.account.repeated_work import GraphPieces, PendingBackward, Piece, Result, Work
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
-
-
-@dataclass(frozen=True, slots=True)
-class OpRecord:
-    """One op, as seen by the dispatcher."""
-
-    name: str
-    event: int
-    """Number of events before it; its outputs follow."""
-    stage: Stage
-    unit: str
-    is_matmul: bool
-    flops: int
-    """Floating point operations by torch's flop counter; 0 except for matmuls and attention."""
-    bytes_moved: int
-    """Bytes of inputs and outputs."""
-    dtype: str
-    """Dtype of the first floating-point operand."""
-    lane: Lane = Lane.COMPUTE
-    waits: tuple[int, ...] = ()
-    """Numbers of earlier ops on other lanes that must complete first."""
-    shape: tuple[int, int, int] | None = None
-    """Rows, columns and inner dimension of a matmul, rows of a batch added. Of attention heads of all sequences, length
-    and head size."""
-    link_seconds: float = 0.0
-    """Seconds that a collective occupies the link."""
-
-
-def placed(record: OpRecord, event: int, stage: Stage, unit: str, waits: tuple[int, ...]) -> OpRecord:
-    """Return an op of the compute lane renumbered."""
-    return OpRecord(
-        record.name, event, stage, unit, record.is_matmul, record.flops, record.bytes_moved, record.dtype,
-        Lane.COMPUTE, waits, record.shape,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,37 +3,14 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import StrEnum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hybridtrain.virtual_gpu.account.op_record import Lane, Stage
 from hybridtrain.virtual_gpu.account.repeated_work import PendingBackward, Work
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
-
-
-class Stage(StrEnum):
-    """The stage of a step."""
-
-    BUILD = "build"
-    LOAD = "load"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    UPDATE = "update"
-
-
-class Lane(StrEnum):
-    """Parallel lanes: each works in order, and waits for others only where recorded."""
-
-    COMPUTE = "compute"
-    COPY_IN = "copy in"
-    COPY_OUT = "copy out"
-    HOST = "host"
-    """CPU arithmetic."""
-    DISK = "disk"
-    LINK = "link"
-    """Collectives between cards, and their side-stream work."""
 
 
 class MemoryObserver(Protocol):

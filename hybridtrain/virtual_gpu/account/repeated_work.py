@@ -6,15 +6,13 @@ storages count from its first; those that it frees of an earlier piece have lowe
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hybridtrain.virtual_gpu.account.op_record import OpRecord
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
-
-if TYPE_CHECKING:  # the ledger makes pieces
-    from hybridtrain.virtual_gpu.account.ledger import OpRecord
 
 
 class SharedMemory(Protocol):
@@ -84,7 +82,7 @@ class Piece:
     sizes: tuple[int, ...]
     classes: tuple[TensorClass, ...]
     events: tuple[int, ...]
-    ops: tuple["OpRecord", ...]
+    ops: tuple[OpRecord, ...]
     """Ops on the compute lane, without a unit; their events count from the piece's first."""
     results: tuple[Result, ...]
     kept: tuple[int, ...]

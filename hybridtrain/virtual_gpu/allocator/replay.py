@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, holders
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator, Segment
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig

@@ -26,8 +26,7 @@ from functools import cache
 
 from hybridtrain.config.decode import decode
 from hybridtrain.units import MIB
-from hybridtrain.virtual_gpu.account.ledger import OpRecord
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import OpRecord, Stage
 from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.virtual_gpu.cards.catalogue import figure_faults, raise_faults, tables
 

@@ -17,8 +17,7 @@ from enum import StrEnum
 from functools import cache
 from math import exp, hypot
 
-from hybridtrain.virtual_gpu.account.ledger import OpRecord
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, OpRecord, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, Host
 from hybridtrain.virtual_gpu.cards.catalogue import read_catalogue
 from hybridtrain.virtual_gpu.cards.kernels import Curves, Kernel, KernelTimes, curves_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hybridtrain.units import format_bytes, format_seconds
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace
-from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.op_record import Lane
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.replay import OutOfMemory, Replay, StepMemory
 from hybridtrain.virtual_gpu.cards.card import Card, FitVerdict

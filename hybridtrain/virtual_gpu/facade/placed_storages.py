@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StepMark, StorageLedger, holders
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.account.op_rules import Op, is_truly_meta
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator

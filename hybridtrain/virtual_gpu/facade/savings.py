@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StepMark
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.ledger import OpRecord, placed
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, OpRecord, Stage, placed
 from hybridtrain.virtual_gpu.account.op_rules import (
     MATMUL_OPS,
     Args,

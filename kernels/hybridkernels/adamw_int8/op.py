@@ -10,14 +10,14 @@ import ctypes
 import math
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from hybridkernels.adamw_int8.cpu_build import find_compiler, load_cpu_kernel
 from hybridkernels.adamw_int8.dynamic_map import BORDERS, QUANT_GROUP_SIZE, map_values
-from hybridkernels.adamw_int8.reference import adamw_int8_reference, load_weight, store_weight
+from hybridkernels.adamw_int8.reference import Settings, adamw_int8_reference, load_weight, store_weight
 from hybridkernels.define_op import define_op
 from hybridkernels.int8_quantize.philox import random_seed, random_words
 from hybridkernels.int8_quantize.reference import num_groups
@@ -26,19 +26,6 @@ from hybridkernels.triton_launch import cuda_backend
 
 Moments = tuple[Tensor, Tensor, Tensor, Tensor]
 """m_codes, m_scale, v_codes, v_scale: codes uint8 (256 * G,), scales float32 (G,)."""
-
-
-class Settings(TypedDict):
-    """Settings of one update."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    """Epsilon added to the root of the second moment."""
-    weight_decay: float
-    """Decoupled, multiplied by ``lr``."""
-    step: int
-    """Number of the step, from 1."""
 
 
 _STATE = ("m_codes", "m_scale", "v_codes", "v_scale")

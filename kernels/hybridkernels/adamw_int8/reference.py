@@ -4,6 +4,7 @@ Also the rounding of an updated value onto a weight of fewer bits, given its ran
 """
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -11,6 +12,19 @@ from torch import Tensor
 from hybridkernels.adamw_int8.dynamic_map import dequantize, quantize
 from hybridkernels.int8_quantize.philox import uniform_of
 from hybridkernels.int8_quantize.reference import int8_dequantize_reference, int8_quantize_reference
+
+
+class Settings(TypedDict):
+    """Settings of one update."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    """Epsilon added to the root of the second moment."""
+    weight_decay: float
+    """Decoupled, multiplied by ``lr``."""
+    step: int
+    """Number of the step, from 1."""
 
 
 def adamw_int8_reference(param_GS: Tensor, grad_GS: Tensor, moments: Sequence[Tensor], hyper: Tensor) -> None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridkernels.adamw_int8.dynamic_map import BORDERS, SLOPES, map_values
-from hybridkernels.adamw_int8.op import Settings
+from hybridkernels.adamw_int8.reference import Settings
 from hybridkernels.ahead_of_time import CompileCase
 from hybridkernels.int8_quantize import num_groups
 from hybridkernels.int8_quantize.reference import SMALLEST_SCALE

@@ -19,8 +19,8 @@ from hybridtrain.memory.transfer import VirtualTransfer
 from hybridtrain.optimizations import MixedPrecision, PredictMemory, WeightStreaming
 from hybridtrain.phase import Phase
 from hybridtrain.virtual_gpu import find_card
-from hybridtrain.virtual_gpu.account.ledger import OpRecord, StorageLedger
-from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.ledger import StorageLedger
+from hybridtrain.virtual_gpu.account.op_record import Lane, OpRecord
 from hybridtrain.virtual_gpu.cards.card import Host
 from hybridtrain.virtual_gpu.cards.roofline import estimate_step
 from lazy_transfer import ComputeWatch, LazyTransfer

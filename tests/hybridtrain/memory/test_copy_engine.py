@@ -20,7 +20,7 @@ from hybridtrain.models.block_model import Unit
 from hybridtrain.plan.memory_plan import Cell
 from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.account.ledger import StorageLedger
-from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.op_record import Lane
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from lazy_transfer import ComputeWatch, LazyTransfer, RaceError
 from memory_parts import direct, new_copies, plan_of

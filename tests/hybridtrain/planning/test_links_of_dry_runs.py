@@ -9,7 +9,7 @@ from hybridtrain.models.model_config import Workload
 from hybridtrain.optimizations import GradAccumulation, OptimizerOffload, Pipeline, Zero
 from hybridtrain.plan.compose import compose
 from hybridtrain.planning.dry_runs import DryRun, DryRunInputs, dry_run
-from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.op_record import Lane
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridtrain.virtual_gpu.cards.links import Collective, World
 from hybridtrain.virtual_gpu.cards.roofline import Bottleneck

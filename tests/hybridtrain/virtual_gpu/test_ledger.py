@@ -20,7 +20,7 @@ from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account import op_rules
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.account.op_rules import MetaCache, register_scratch
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from tiny_models import GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.virtual_gpu import VirtualGpu, find_card
-from hybridtrain.virtual_gpu.account.observer import Lane
+from hybridtrain.virtual_gpu.account.op_record import Lane
 from hybridtrain.virtual_gpu.cards.links import Collective, find_link
 from hybridtrain.virtual_gpu.cards.roofline import StepTime
 

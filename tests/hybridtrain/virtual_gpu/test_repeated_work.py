@@ -30,7 +30,7 @@ from hybridtrain.plan.memory_plan import LinearKind, WidenBy
 from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StorageLedger
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, Stage
 from hybridtrain.virtual_gpu.account.repeated_work import PendingBackward, Work
 from tiny_models import FAMILIES, GPT2_TIED_DROPOUT, LLAMA_GROUPED, random_steps
 

@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hybridtrain.virtual_gpu.account.ledger import OpRecord
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, OpRecord, Stage
 from hybridtrain.virtual_gpu.cards.card import Card, Host, card_catalogue, find_card
 from hybridtrain.virtual_gpu.cards.kernels import Curves, Kernel, class_of, curves_in, curves_of
 from hybridtrain.virtual_gpu.cards.roofline import WIDTH_OF_80, Bottleneck, StepTime, estimate_step, time_errors

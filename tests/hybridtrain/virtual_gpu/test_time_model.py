@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.models.model_config import ModelConfig
-from hybridtrain.virtual_gpu.account.ledger import OpRecord
-from hybridtrain.virtual_gpu.account.observer import Lane, Stage
+from hybridtrain.virtual_gpu.account.op_record import Lane, OpRecord, Stage
 from hybridtrain.virtual_gpu.cards.card import Host, find_card
 from hybridtrain.virtual_gpu.cards.kernels import KernelTimes, curves_of
 from hybridtrain.virtual_gpu.cards.roofline import time_errors

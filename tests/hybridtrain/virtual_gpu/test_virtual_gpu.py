@@ -20,7 +20,7 @@ import hybridtrain.virtual_gpu
 from hybridtrain.errors import ConfigError
 from hybridtrain.units import MIB
 from hybridtrain.virtual_gpu import CardRun, TensorClass, VirtualGpu, find_card
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.cards.roofline import Bottleneck
 from hybridtrain.virtual_gpu.facade import virtual_gpu
 

@@ -22,7 +22,7 @@ from hybridtrain.run.environment import read_environment
 from hybridtrain.run.program import program_digest
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.account.ledger import StorageLedger, find_peak
-from hybridtrain.virtual_gpu.account.observer import Stage
+from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.cards.card import Card, card_catalogue
 from hybridtrain.virtual_gpu.cards.roofline import estimate_step

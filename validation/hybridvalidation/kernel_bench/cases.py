@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, adamw_int8_, adamw_int8_rounded_
 from hybridkernels.adamw_int8.op import Moments as OfMoments
-from hybridkernels.adamw_int8.op import Settings
-from hybridkernels.adamw_int8.reference import adamw_int8_reference
+from hybridkernels.adamw_int8.reference import Settings, adamw_int8_reference
 from hybridkernels.flash_attention import causal_attention, unfused_attention
 from hybridkernels.flash_attention.reference import causal_attention_reference
 from hybridkernels.geglu import geglu
