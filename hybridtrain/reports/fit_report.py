@@ -246,10 +246,14 @@ class FitReport:
             if note is not None:
                 verdict = note.verdict if len(sizes) == 1 else f"{note.verdict} ({format_count(note.params)})"
             by_verdict.setdefault(verdict, []).append(label)
-        size = format_count(sizes.pop()) if len(sizes) == 1 else "small models of so many"
+        if [*by_verdict] == ["no test"]:
+            return ["Loss beside full training in fp32: not tested."]
+        where = (
+            f"on {format_count(sizes.pop())} parameters" if len(sizes) == 1 else "on models of the sizes in brackets"
+        )
         asked = format_count(self.request.model.num_params)
         return [
-            f"Loss beside full training in fp32: not tested at {asked}; on {size} parameters:",
+            f"Loss beside full training in fp32: not tested at {asked}; {where}:",
             *(f"  {'; '.join(labels)}: {verdict}" for verdict, labels in by_verdict.items()),
         ]
 
