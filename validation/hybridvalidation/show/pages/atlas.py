@@ -124,10 +124,9 @@ def _checks_table(checks: Sequence[AtlasCheck], style: str) -> str:
 def _text(atlas: Atlas, style: str) -> Iterator[str]:
     file, cards = atlas.file, max((len(record.cards) for record in atlas.records.values()), default=0)
     yield "# The smallest card for each model"
-    yield (
-        f"{len(atlas.records)} models on {cards} cards, {atlas.num_cells:,} cells. {checks_sentence(atlas.checks)} "
-        "`hybridtrain report --html page` makes a page that searches all of them."
-    )
+    counts = f"{len(atlas.records)} models on {cards} cards, {atlas.num_cells:,} cells."
+    searched = "`hybridtrain report --html page` makes a page that searches all of them."
+    yield " ".join(part for part in (counts, checks_sentence(atlas.checks), searched) if part)
     yield (
         f"Sequences have {_SEQ_LEN:,} tokens, or the model's longest below that. Behind a card stands its estimated "
         f"speed in tokens per second. The host has {file.host_memory}; {MARGIN_SHARE:.0%} of each card stay free."
