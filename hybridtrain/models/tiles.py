@@ -60,11 +60,11 @@ def in_tiles(
         work: The work.
         hidden_BTD: Hidden states, of which all that backward needs is kept.
         parameters: Trained parameters of the work.
-        tile_tokens: Tokens of a tile; 0: all.
+        tile_tokens: Tokens of a tile, at least 1.
         computes_output: Whether values are needed; where not, forward does no work.
     """
     hidden_ND = hidden_BTD.flatten(0, 1)
-    if not 0 < tile_tokens < len(hidden_ND):
+    if tile_tokens >= len(hidden_ND):
         return work(hidden_BTD, computes_output=computes_output)
     out_ND: Tensor = _Tiled.apply(work, tile_tokens, computes_output, hidden_ND, *parameters)  # type: ignore[no-untyped-call]
     return out_ND.view(hidden_BTD.shape)

@@ -413,15 +413,14 @@ def _evidence(row: Row, kind: Evidence) -> str:
     if kind is Evidence.MEASURED:
         return "measured"
     planned = "planned, times estimated" if row.figures(kind) is not None else ""
-    executed, record = row.figures(Evidence.EXECUTED), row.records.get(Evidence.EXECUTED)
+    executed = row.figures(Evidence.EXECUTED)
     trained = "" if executed is None else f"executed small, loss {executed.losses[0]:.2f} to {executed.losses[-1]:.2f}"
-    failed = "execution failed" if record and record.outcome is not Outcome.OK else ""
+    failed = "execution failed" if _failure(row) else ""
     return _joined(planned, trained, failed) or "-"
 
 
 def _failure(row: Row) -> str:
-    record = row.records.get(Evidence.EXECUTED)
-    return f"executed: {record.message}" if record and record.outcome is not Outcome.OK else ""
+    return row.why(Evidence.EXECUTED) if Evidence.EXECUTED in row.records else ""
 
 
 def _versions(row: Row) -> Mapping[str, str]:
