@@ -31,6 +31,9 @@ from hybridtrain.optim.optimizer import Optimizer
 from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.account.repeated_work import Work
 
+HOST_SLICE_ELEMENTS = 1 << 21
+"""Elements the CPU works on at a time: temporaries of 8 MiB are used again, where larger ones are mapped anew."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSettings:
@@ -329,7 +332,7 @@ class ParameterPass:
         self._weights.write_back(unit.name)
 
     def _run_on_host(self, task: _Task, unit: Unit) -> None:
-        """Run the pass on the CPU, on whole parameters of a unit, once its inputs have arrived."""
+        """Run the pass on the CPU, on a unit in host memory, once its inputs have arrived."""
         entries = [entry for group in self._groups(task, unit) for entry in group]
         arrive: list[Stored | None] = [entry.grad for entry in entries]
         num_bytes = sum(grad.numel() * grad.dtype.itemsize for grad in arrive if grad is not None)
@@ -347,21 +350,44 @@ class ParameterPass:
             with _disable_current_modes():
                 torch.default_generator.manual_seed(random_key(task.settings.seed, self._numbers[unit.name]))
                 for entry in entries:
-                    task.work(self._on_host_memory(task, unit.name, entry, weights[entry.index]))
+                    for operands in self._on_host_memory(task, unit.name, entry, weights[entry.index]):
+                        task.work(operands)
         for entry in entries:
             task.written(entry.state)
         if task.settings.writes_weights:
             self._weights.refresh(unit.name, done)
 
-    def _on_host_memory(self, task: _Task, unit: str, entry: Entry, stored: StoredWeight) -> Operands:
+    def _on_host_memory(self, task: _Task, unit: str, entry: Entry, stored: StoredWeight) -> Iterator[Operands]:
         state, count = entry.state, entry.state.parameter.numel()
         flat = tuple(part.view(-1) for part in stored)
         master = None if state.master_weight is None else _host_tensor(state.master_weight)
         weight = WeightSlice(self._states.formats.of(flat), flat, master, entry.role.shape)
         grad_P = None if entry.grad is None else _host_tensor(entry.grad)
-        held = [_host_slice(slot, count) for slot in task.slots(state)]
-        extra = [_host_slice(slot, count) for slot in task.extra_slots(state)]
-        return Operands(unit, entry, slice(0, count), weight, grad_P, held, extra, on_host=True)
+        state_slots, extra_slots = task.slots(state), task.extra_slots(state)
+        held = [_host_slice(slot, count) for slot in state_slots]
+        extra = [_host_slice(slot, count) for slot in extra_slots]
+        if task.update is not None and self._optimizer.needs_whole(entry.role):
+            yield Operands(unit, entry, slice(0, count), weight, grad_P, held, extra, on_host=True)
+            return
+        usual = None if _draws(entry) else HOST_SLICE_ELEMENTS
+        for part in parts(count, self._height(entry, usual)):
+            grad_part_P = None if grad_P is None else grad_P.view(-1)[part]
+            held_part, extra_part = _cut(state_slots, held, part), _cut(extra_slots, extra, part)
+            yield Operands(unit, entry, part, weight.part(part), grad_part_P, held_part, extra_part, on_host=True)
+
+
+def _cut(slots: Sequence[StateSlot], whole: Sequence[StateSlice], part: slice) -> list[StateSlice]:
+    """Return a range of each slot's elements; small ones are whole."""
+    return [piece.part(part) if slot.is_elementwise else piece for slot, piece in zip(slots, whole, strict=True)]
+
+
+def _draws(entry: Entry) -> bool:
+    """Return whether an update rounds stochastically, so that its slices decide which numbers it draws."""
+    state = entry.state
+    rounded = [tensor for slot in (*state.slots, *state.extra) for tensor in slot.tensors]
+    return (state.master_weight is None and state.parameter.dtype != torch.float32) or any(
+        tensor.dtype == torch.bfloat16 for tensor in rounded
+    )
 
 
 def _host_slice(slot: StateSlot, count: int) -> StateSlice:
