@@ -34,6 +34,7 @@ def main() -> None:
     token_ids_BT, target_ids_BT = (rng.integers(0, 50257, (_BATCH, _SEQ_LEN)) for _ in range(2))
     batch = TokenBatch(token_ids_BT=token_ids_BT, target_ids_BT=target_ids_BT)
     mixed, recompute = MixedPrecision(), GradientCheckpointing(recompute_every=1)
+    print(f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for name, ours, theirs in (
         ("fp32 / transformers fp32", lambda: _ours([], batch), lambda: _transformers(batch, None)),
         ("bf16 / transformers autocast", lambda: _ours([mixed], batch), lambda: _transformers(batch, "autocast")),

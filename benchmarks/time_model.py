@@ -2,11 +2,12 @@
 
 ``python benchmarks/time_model.py`` fits kernels (kernel_curves.py) and what their sum leaves out of a step on the rows
 of recorded_steps.toml with the role ``fit``; it predicts every source from the others, and rows with the role
-``predict`` from all that are fitted. It writes results/time-model.md and, for the program,
-hybridtrain/virtual_gpu/cards/{kernel_curves,time_error}.toml. ``--held`` adds the rows that were kept back.
+``predict``, and those that were kept back, from all that are fitted. It writes results/time-model.md, every prediction
+into results/time-model.csv and, for the program, hybridtrain/virtual_gpu/cards/{kernel_curves,time_error}.toml.
 """
 
 import argparse
+import csv
 import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -396,12 +397,16 @@ class Intervals:
     residual: float
     """Of a step, beside them."""
 
-    def holds(self, row: Row, error: float) -> bool:
-        """Return whether the recorded seconds are within the estimate's interval of 80 %."""
+    def width(self, row: Row) -> float:
+        """Return half the interval of 80 %, of the logarithm of seconds."""
         known, kernels = self.spread(row.planned.card), row.parts.kernels
         total = sum(kernels.values())
         parts = (seconds / total * known[kind] for kind, seconds in kernels.items())
-        return abs(error) <= WIDTH_OF_80 * hypot(self.residual, *parts)
+        return WIDTH_OF_80 * hypot(self.residual, *parts)
+
+    def holds(self, row: Row, error: float) -> bool:
+        """Return whether the recorded seconds are within the estimate's interval of 80 %."""
+        return abs(error) <= self.width(row)
 
     def coverage(self, found: Predicted) -> float:
         """Return the share of steps within their interval."""
@@ -549,7 +554,6 @@ def main() -> None:
     """Fit, predict what was left out, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--keep", type=Path, help="file for recorded kernels, so that a second call is fast")
-    parser.add_argument("--held", action="store_true", help="predict the rows that were kept back too")
     asked = parser.parse_args()
     register = load_register(HERE / "recorded_steps.toml")
     kept = load_kernels(asked.keep) if asked.keep else {}
@@ -579,11 +583,12 @@ def main() -> None:
 
     found = left_out(rows)
     intervals = fitted_intervals(found, of_card)
-    held = predict(load_rows(register, kept, fitted, held=True), fitting) if asked.held else []
+    held = predict(load_rows(register, kept, fitted, held=True), fitting)
     waiting = waiting_runs(kept)
     if asked.keep:
         asked.keep.write_bytes(pickle.dumps(kept))
-    write_errors(found, intervals, waiting)
+    write_errors(found, held, intervals, waiting)
+    write_predictions(found, held, intervals)
     text = "\n".join(
         [
             *steps_told(found, intervals), *held_told(held, intervals), *waiting_told(waiting),
@@ -628,13 +633,43 @@ def waiting_runs(keep: dict[Any, Any]) -> list[tuple[PeerRun, float, float]]:
     return found
 
 
-def write_errors(found: Predicted, intervals: Intervals, waiting: Sequence[tuple[PeerRun, float, float]]) -> None:
-    """Write the errors of steps left out by source, and of those that wait, into time_error.toml."""
+def write_predictions(found: Predicted, held: Predicted, intervals: Intervals) -> None:
+    """Write every predicted step with its recorded seconds into results/time-model.csv."""
+    with (HERE.parent / "results" / "time-model.csv").open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow([
+            "role", "repository", "source", "model", "card", "cards", "method", "checkpointing", "sequences", "length",
+            "software", "recorded_s", "estimated_s", "low_80_s", "high_80_s", "null_model_s",
+        ])  # fmt: skip
+        for role, rows in (("left out", found), ("kept back", held)):
+            for row, error, null in rows:
+                planned, step = row.planned, row.planned.step
+                estimated, width = planned.recorded_s * exp(error), intervals.width(row)
+                seconds = (
+                    planned.recorded_s, estimated, estimated * exp(-width), estimated * exp(width),
+                    planned.recorded_s * exp(null),
+                )  # fmt: skip
+                table.writerow([
+                    role, planned.name, planned.source.id, step.model, planned.card.name, step.cards, step.method,
+                    step.checkpointing, step.micro_batch, step.length, f"{step.engine}, {step.kind}",
+                    *(f"{value:.5g}" for value in seconds),
+                ])  # fmt: skip
+
+
+def write_errors(
+    found: Predicted, held: Predicted, intervals: Intervals, waiting: Sequence[tuple[PeerRun, float, float]]
+) -> None:
+    """Write the errors of steps left out by source, kept back, and of those that wait, into time_error.toml."""
     means, wait = by_source(found), [error for _, error, _ in waiting]
+    kept_back = [exp(error) - 1 for _, error, _ in held]
     spread = max(SPREAD * fmean(map(abs, wait)), intervals.residual)
     tables = {
         "source_out": (
             [exp(error) - 1 for _, error, _ in found], means, max(means), intervals.residual, intervals.coverage(found)
+        ),
+        "kept_back": (
+            kept_back, [fmean(map(abs, kept_back))], max(map(abs, kept_back)), intervals.residual,
+            intervals.coverage(held),
         ),
         "waiting": (
             wait, [fmean(map(abs, wait))], max(map(abs, wait)), spread,
@@ -652,7 +687,8 @@ def write_errors(found: Predicted, intervals: Intervals, waiting: Sequence[tuple
             "mean": fmean(errors), "mean_absolute": fmean(of_sources), "largest": largest, "spread": wide,
             "covered": covered,
         }  # fmt: skip
-        lines += ["", f"[{name}]", f"runs = {len(errors)}", f"sources = {len(of_sources)}"]
+        sources = len(by_source(held)) if name == "kept_back" else len(of_sources)
+        lines += ["", f"[{name}]", f"runs = {len(errors)}", f"sources = {sources}"]
         lines += [f"{key} = {value:.4f}" for key, value in figures.items()]
     (PACKAGE / "time_error.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -703,8 +739,6 @@ def steps_told(found: Predicted, intervals: Intervals) -> list[str]:
 
 def held_told(held: Predicted, intervals: Intervals) -> list[str]:
     """Return the table of rows that were kept back: by source, and those that are missed."""
-    if not held:
-        return []
     lines = ["## Rows that were kept back\n", HELD, HEAD]
     lines += [line(name, part, intervals) for name, part in groups(held, lambda row: row.planned.source.id).items()]
     missed = [entry for entry in held if abs(exp(entry[1]) - 1) > FAR]
@@ -775,7 +809,7 @@ HEADER = """\
 
 Made by `python benchmarks/time_model.py` from benchmarks/recorded_steps.toml, peer_runs.toml and kernel_times, which
 name every source. Predicted figures are **estimated**; recorded ones are others' own. Nothing was measured by this
-project.
+project. Every prediction is in [time-model.csv](time-model.csv), seconds a step.
 
 No step is predicted by what was fitted on its repository. Rows with the role `predict` were never fitted. Errors are
 estimated over recorded seconds, less 1. *Null* is the null model: FLOPs at the share of the peak that the same other

@@ -7,6 +7,8 @@ from hybridtrain.virtual_gpu.cards.roofline import time_errors
 TIME_ERROR: Final = time_errors()["source_out"].mean_absolute
 """Mean absolute error, relative, of recorded steps of repositories left out of the fit, each repository the same. It is
 no bound, and of single speeds."""
+KEPT_BACK_ERROR: Final = time_errors()["kept_back"].mean_absolute
+"""That of recorded steps kept back until all was fitted, each step the same."""
 RATIO_ERROR: Final = time_errors()["ratio"].mean_absolute
 """That of ratios of two steps of one trainer, model, length and card, whose errors are alike in part."""
 _WAITING_BEFORE_CHANGES = 0.22

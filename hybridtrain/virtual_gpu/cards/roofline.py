@@ -50,7 +50,7 @@ class SpeedAccuracy:
     sources: int
     mean: float
     mean_absolute: float
-    """Of sources, each the same."""
+    """Of sources, each the same; of rows kept back and of runs that wait, each the same."""
     largest: float
     """Of a source's mean."""
     spread: float
@@ -61,7 +61,7 @@ class SpeedAccuracy:
 
 @cache
 def time_errors() -> dict[str, SpeedAccuracy]:
-    """Return the errors of steps whose source was left out, and of those that wait for copies."""
+    """Return the errors of steps: their source left out, kept back, waiting for copies, and of ratios."""
     return read_catalogue(SpeedAccuracy, "time_error.toml")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from hybridtrain.atomic_write import replace_file
 from hybridtrain.diagnoses import troubles_page
 from hybridtrain.errors import ConfigError, unknown_name
-from hybridtrain.planning.time_error import TIME_ERROR
+from hybridtrain.planning.time_error import KEPT_BACK_ERROR, TIME_ERROR
 from hybridtrain.reports.tables import MARKDOWN
 from hybridtrain.units import format_count
 from hybridvalidation.guide.departures import defaults_table, names_table
@@ -54,8 +54,8 @@ class Figures(Results):
             f"blind: mean error {100 * (first_error(peaks) or 0.0):.0f} %"
         )
         speed = (
-            f"estimated; off by {100 * TIME_ERROR:.0f} % on runs of repositories left out of the fit, more on rows "
-            "kept back"
+            f"estimated; off by {100 * TIME_ERROR:.0f} % on runs of repositories left out of the fit, "
+            f"{100 * KEPT_BACK_ERROR:.0f} % on rows kept back"
         )
         rows = {
             "Memory": (memory, "each", "results/tables/recorded.md"),
