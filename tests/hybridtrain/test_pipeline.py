@@ -25,6 +25,7 @@ from hybridtrain.optimizations import (
     OptimizerOffload,
     Pipeline,
     PredictorState,
+    TiledMlp,
     WeightStreaming,
     Zero,
 )
@@ -66,6 +67,7 @@ CASES = {
     ),
     "on-host": Case("llama-5", 4, (WeightStreaming(), OptimizerOffload(update_on="host"))),
     "lora": Case("gpt2-4", 2, (Lora(), MixedPrecision())),
+    "tiled": Case("llama-5", 2, (CHECKPOINTED, VERTICAL, TiledMlp(mlp_tile_tokens=5))),
 }
 
 

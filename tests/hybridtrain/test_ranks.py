@@ -26,6 +26,7 @@ from hybridtrain.optimizations import (
     OptimizerOffload,
     PredictMemory,
     PredictorState,
+    TiledMlp,
     WeightStreaming,
     Zero,
 )
@@ -79,6 +80,7 @@ CASES = {
     "zero2-int8-affine": Case("llama", 4, (Zero(stage=2), Int8Weights(symmetric=False, static_scales=True))),
     "zero3-int8-affine": Case("gpt2", 2, (Zero(stage=3), *STREAMED, Int8Weights(master="absent", symmetric=False))),
     "zero3-int8-weights": Case("llama", 2, (Zero(stage=3), *STREAMED, Int8Weights(master="absent"))),
+    "zero3-tiled": Case("llama", 2, (Zero(stage=3), *STREAMED, TiledMlp(mlp_tile_tokens=5))),
     "zero3-all-away": Case(
         "gpt2",
         4,

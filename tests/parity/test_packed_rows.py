@@ -10,7 +10,7 @@ from hybridtrain.data.packing import EncodedDocuments, PackedRows, pack
 from hybridtrain.engine.step import StepResult
 from hybridtrain.memory.transfer import DirectTransfer
 from hybridtrain.models.model_config import Experts, ModelConfig
-from hybridtrain.optimizations import ChunkedLoss, GradAccumulation, GradientCheckpointing
+from hybridtrain.optimizations import ChunkedLoss, GradAccumulation, GradientCheckpointing, TiledMlp
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
@@ -42,9 +42,13 @@ def _step(
     return rows, trainer.step(batches)
 
 
+@pytest.mark.parametrize(
+    "stack", [(), (GradientCheckpointing(), TiledMlp(mlp_tile_tokens=5))], ids=["", "tiled"]
+)  # fmt: skip
 @pytest.mark.parametrize("model", [GPT2_UNTIED, LLAMA_GROUPED], ids=lambda model: model.family)
-def test_packed_rows_train_as_documents_alone(model: ModelConfig) -> None:
-    (packed_rows, packed), (rows_alone, alone) = (_step(model, 24, joins=joins) for joins in (True, False))
+def test_packed_rows_train_as_documents_alone(model: ModelConfig, stack: tuple[Optimization, ...]) -> None:
+    packed_rows, packed = _step(model, 24, *stack, joins=True)
+    rows_alone, alone = _step(model, 24, joins=False)
     assert packed_rows.num_rows < rows_alone.num_rows / 1.5
     # The same float32 terms, summed in another order.
     assert (packed.loss, packed.grad_norm) == pytest.approx((alone.loss, alone.grad_norm), rel=1e-5)

@@ -28,7 +28,7 @@ _HOW = (
     "they are its needs on a larger card; the remark says where it was refused. Step times are estimated by a "
     f"roofline of eager ops, {100 * TIME_ERROR:.1f} % off on average over recorded steps of repositories left out of "
     f"its fit; where a step waits for copies the error is {100 * WAITING_ERROR:.0f} %. Compiled rows: the graph "
-    "is traced and cut as for Inductor. Not among the recipes: Unsloth: it runs on the virtual card, but no "
+    "is traced and cut as for Inductor. Not among the recipes: Unsloth. It runs on the virtual card, but no "
     "published figure of it was met yet. It may be faster than all rows."
 )
 _TRAINED = (
