@@ -15,8 +15,11 @@ def test_a_product_is_near_the_exact_one(kind: str) -> None:
     assert error < {"int8": 0.02, "float8": 0.06}[kind]
 
 
-def test_int8_codes_are_multiplied_exactly() -> None:
-    a, b = (torch.randint(-127, 128, (40, 96), dtype=torch.int8) for _ in range(2))
+@pytest.mark.parametrize("inner", [96, 1024, 1025, 3000])
+def test_int8_codes_are_multiplied_exactly(inner: int) -> None:
+    # Rows of the largest codes alone pass what float32 can add exactly.
+    a, b = (torch.randint(-127, 128, (40, inner), dtype=torch.int8) for _ in range(2))
+    a[0], b[0] = 127, 127
     ones = torch.ones(40)
     found = scaled_matmul(a, ones, b, ones, torch.float32)
     assert torch.equal(found, (a.double() @ b.double().t()).float())
