@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable
 
 from torch import Tensor, nn
 
+from hybridkernels.flash_attention import KeptAttention
 from hybridtrain.models.block_model import Documents
 from hybridtrain.models.experts import BalanceLoss
 from hybridtrain.models.widening import Widen, widening_of
@@ -17,7 +18,7 @@ _HOOKS = frozenset(vars(nn.Module())) - _PARTS - {"training"}
 
 def block_work(
     block: nn.Module, do: Callable[[], tuple[Tensor, ...]], hidden_BTD: Tensor, documents: Documents | None,
-    balance: BalanceLoss | None, *more: bool,
+    balance: BalanceLoss | None, *more: bool, kept: KeptAttention | None = None,
 ) -> Work:  # fmt: skip
     """Return a forward pass of a block, done by ``do``; ``more`` holds its further settings.
 
@@ -27,6 +28,9 @@ def block_work(
     if balance is not None:
         operands += [balance.rows_E, *(() if balance.counted_BT is None else (balance.counted_BT,))]
         more += (balance.is_counting,)
+    if kept is not None:
+        operands += kept.tensors
+        more += (bool(kept.tensors),)
 
     def key() -> Hashable:
         found = block_key(block)

@@ -161,7 +161,9 @@ def _whole(blocks: Iterable[int]) -> Iterator[Visit]:
 
 def _boundary_storage(plan: PhasePlan) -> tuple[object, ...]:
     """Return the settings that decide number, place and size of kept boundaries."""
-    return plan.boundary, plan.compute_dtype, plan.recompute_every, plan.kept_blocks, plan.schedule
+    return (
+        plan.boundary, plan.compute_dtype, plan.recompute_every, plan.kept_blocks, plan.keep_attention, plan.schedule,
+    )  # fmt: skip
 
 
 def _grad_storage(plan: PhasePlan) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hybridkernels.flash_attention import KeptAttention
 from hybridtrain.data.batches import IGNORED, TokenBatch, document_positions
 from hybridtrain.engine.block_work import block_work
 from hybridtrain.engine.model_run import ModelRun
@@ -35,23 +36,25 @@ class BlockGraph:
     """Graph node of the block's output; holding the tensor itself would keep a boundary alive. None: the pass was only
     recorded."""
     held: PendingBackward | None
+    kept: KeptAttention | None = None
+    """What its attention was taken from, until the backward pass has read it."""
 
 
 def run_block(
     block: nn.Module, hidden_BTD: Tensor, documents: Documents | None, balance: BalanceLoss | None,
-    observer: MemoryObserver, *, computes_output: bool = True,
+    observer: MemoryObserver, *, computes_output: bool = True, kept: KeptAttention | None = None,
 ) -> tuple[BlockGraph, Tensor]:  # fmt: skip
     """Run ``block`` on a detached input; return its graph and its detached hidden_BTD."""
     hidden_in_BTD = hidden_BTD.detach().requires_grad_()
 
     def run() -> tuple[Tensor]:
         with torch.enable_grad():
-            return (block(hidden_in_BTD, documents, balance, computes_output=computes_output),)
+            return (block(hidden_in_BTD, documents, balance, computes_output=computes_output, kept=kept),)
 
-    work = block_work(block, run, hidden_in_BTD, documents, balance, computes_output)
+    work = block_work(block, run, hidden_in_BTD, documents, balance, computes_output, kept=kept)
     (hidden_out_BTD,), held = observer.repeat_forward(work)
     output = get_gradient_edge(hidden_out_BTD) if hidden_out_BTD.requires_grad else None
-    return BlockGraph(hidden_in_BTD, output, held), hidden_out_BTD.detach()
+    return BlockGraph(hidden_in_BTD, output, held, kept), hidden_out_BTD.detach()
 
 
 def differentiate_block(
@@ -65,6 +68,8 @@ def differentiate_block(
         return torch.autograd.grad(output, (graph.hidden_in_BTD, *parameters), grad_BTD)
 
     grad_in_BTD, *grads = observer.repeat_backward(graph.held, (grad_BTD,), differentiate)
+    if graph.kept is not None:
+        graph.kept.tensors = ()
     return grad_in_BTD, tuple(grads)
 
 
@@ -312,25 +317,30 @@ class StepVisit:
             module = run.weights.acquire(block)
             self._seed_unit(micro_batch, block + 1)
             if block < run.first_kept:
-                if is_boundary:
+                keeps = run.plan.keep_attention
+                if is_boundary and not keeps:
                     run.boundaries.store(micro_batch, block, hidden_BTD)
-                self._hidden[micro_batch] = self._output(module, hidden_BTD, documents, balance)
+                self._hidden[micro_batch], *kept = self._outputs(module, hidden_BTD, documents, balance, keeps=keeps)
+                if keeps:
+                    run.boundaries.store(micro_batch, block, hidden_BTD, *kept)
             else:
                 run.boundaries.note(block, hidden_BTD)
                 found = run_block(module, hidden_BTD, documents, balance, run.observer)
                 self._graphs[micro_batch, block], self._hidden[micro_batch] = found
 
-    def _output(
-        self, block: nn.Module, hidden_BTD: Tensor, documents: Documents | None, balance: BalanceLoss | None
-    ) -> Tensor:
-        """Return a block's hidden_BTD; nothing is kept for a backward pass."""
+    def _outputs(
+        self, block: nn.Module, hidden_BTD: Tensor, documents: Documents | None, balance: BalanceLoss | None,
+        *, keeps: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return a block's hidden_BTD, and what its attention leaves if it ``keeps`` that for the backward pass."""
+        kept = KeptAttention() if keeps else None
 
-        def run() -> tuple[Tensor]:
+        def run() -> tuple[Tensor, ...]:
             with torch.no_grad():
-                return (block(hidden_BTD, documents, balance),)
+                hidden_out_BTD = block(hidden_BTD, documents, balance, kept=kept)
+                return hidden_out_BTD, *(() if kept is None else kept.tensors)
 
-        (hidden_out_BTD,) = self._run.observer.repeat(block_work(block, run, hidden_BTD, documents, balance))
-        return hidden_out_BTD
+        return self._run.observer.repeat(block_work(block, run, hidden_BTD, documents, balance, kept=kept))
 
     def _head(self, micro_batch: int) -> Tensor:
         run = self._run
@@ -353,18 +363,21 @@ class StepVisit:
         run, documents, balance = self._run, self._batches[micro_batch].documents, self._balance.get(micro_batch)
         if segment.start < run.first_kept:
             with run.observer.region(Stage.BACKWARD, f"block.{segment.start}"):
-                hidden_BTD = run.boundaries.fetch(micro_batch, segment.start)
+                hidden_BTD, *tensors = run.boundaries.fetch(micro_batch, segment.start)
+                kept = KeptAttention(tuple(tensors)) if tensors else None
+                del tensors
             for block in segment:
                 with run.observer.region(Stage.BACKWARD, f"block.{block}"):
                     module = run.weights.acquire(block)
                     self._seed_unit(micro_batch, block + 1)
                     # The last output is of no use: nothing in the backward pass reads it.
                     graph, hidden_BTD = run_block(
-                        module, hidden_BTD, documents, balance, run.observer, computes_output=block != segment[-1]
-                    )
+                        module, hidden_BTD, documents, balance, run.observer, computes_output=block != segment[-1],
+                        kept=kept,
+                    )  # fmt: skip
                 self._graphs[micro_batch, block] = graph
                 del graph
-            del hidden_BTD
+            del hidden_BTD, kept
         for block in reversed(segment):
             unit = run.units[block + 1]
             with run.observer.region(Stage.BACKWARD, unit.name):
@@ -412,7 +425,8 @@ class StepVisit:
         if not self._defers_tied:
             return self._tied_grads.pop(micro_batch)
         run = self._run
+        (hidden_BTD,) = run.boundaries.fetch(micro_batch, HEAD_INPUT)
         return differentiate_tied_weight(
-            run.model.head, run.boundaries.fetch(micro_batch, HEAD_INPUT), self._batches[micro_batch],
+            run.model.head, hidden_BTD, self._batches[micro_batch],
             scale=self._scales[micro_batch], chunk_tokens=run.plan.loss_chunk_tokens,
         )  # fmt: skip

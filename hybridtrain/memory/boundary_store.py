@@ -1,4 +1,9 @@
-"""Block inputs (boundaries) kept between forward and backward, on any tier. B batch, T sequence, D width."""
+"""Block inputs (boundaries) kept between forward and backward, on any tier. B batch, T sequence, D width.
+
+With the input of a block, what its attention left is kept where the plan says so.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,11 +15,13 @@ from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 HEAD_INPUT = -1
 """Block number of the head's input, which is fetched first."""
+_ALIGNMENT = 512
+"""Bytes at whose multiples tensors begin in a buffer."""
 _Key = tuple[int, int]
 
 
 class BoundaryStore:
-    """Owns one hidden_BTD per micro-batch and kept block.
+    """Owns one hidden_BTD, and what is kept beside it, per micro-batch and kept block.
 
     Inputs are fetched from the last block back, micro-batches in order; offloaded ones are prefetched.
     ``by_micro_batch``: all of one micro-batch before the next.
@@ -24,36 +31,41 @@ class BoundaryStore:
         self._by_micro_batch = by_micro_batch
         self._placement = placement
         self._copies = copies
-        self._kept: dict[_Key, Tensor] = {}
-        self._away: dict[_Key, tuple[torch.Size, torch.dtype]] = {}
+        self._kept: dict[_Key, tuple[Tensor, ...]] = {}
+        self._away: dict[_Key, list[tuple[torch.Size, torch.dtype]]] = {}
         self._leaving: list[tuple[Ticket, Tensor]] = []
-        self._arriving: dict[_Key, tuple[Ticket, Tensor]] = {}
+        self._arriving: dict[_Key, list[tuple[Ticket, Tensor]]] = {}
         self._buffers: dict[_Key, TierBuffer] = {}
 
-    def store(self, micro_batch: int, block: int, hidden_BTD: Tensor) -> None:
-        """Keep the input of ``block``, or ``HEAD_INPUT``."""
-        key = (micro_batch, block)
-        self.note(block, hidden_BTD)
+    def store(self, micro_batch: int, block: int, hidden_BTD: Tensor, *more: Tensor) -> None:
+        """Keep the input of ``block``, or ``HEAD_INPUT``, and ``more`` of the block."""
+        key, tensors = (micro_batch, block), (hidden_BTD, *more)
+        for tensor in tensors:
+            self.note(block, tensor)
         if self._placement is Placement.DEVICE:
-            self._kept[key] = hidden_BTD
+            self._kept[key] = tensors
             return
+        *_, num_bytes = _offsets([tensor.nbytes for tensor in tensors])
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.num_bytes < hidden_BTD.nbytes:
+        if buffer is None or buffer.num_bytes < num_bytes:
             if buffer is not None:
                 self._copies.release(buffer)
-            buffer = self._copies.allocate(hidden_BTD.nbytes, self._placement, TensorClass.BOUNDARY, _unit(block))
+            buffer = self._copies.allocate(num_bytes, self._placement, TensorClass.BOUNDARY, _unit(block))
             self._buffers[key] = buffer
         self._finish_leaving()
-        hidden_BTD = hidden_BTD.contiguous()
-        self._leaving.append((self._copies.store(hidden_BTD, buffer), hidden_BTD))
-        self._away[key] = (hidden_BTD.shape, hidden_BTD.dtype)
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
+        self._leaving += [
+            (self._copies.store(tensor, buffer, offset), tensor)
+            for tensor, offset in zip(tensors, _offsets([tensor.nbytes for tensor in tensors]), strict=False)
+        ]
+        self._away[key] = [(tensor.shape, tensor.dtype) for tensor in tensors]
 
     def note(self, block: int, hidden_BTD: Tensor) -> None:
         """Record in the ledger that the input of ``block`` is kept on the device."""
         self._copies.observer.label(hidden_BTD, TensorClass.BOUNDARY, _unit(block))
 
-    def fetch(self, micro_batch: int, block: int) -> Tensor:
-        """Return and remove the input of ``block``; raises ``KeyError`` if it is not stored."""
+    def fetch(self, micro_batch: int, block: int) -> tuple[Tensor, ...]:
+        """Return and remove the input of ``block`` and what was stored with it; ``KeyError`` if it is not stored."""
         key = (micro_batch, block)
         if self._placement is Placement.DEVICE:
             return self._kept.pop(key)
@@ -61,18 +73,19 @@ class BoundaryStore:
         if key not in self._arriving:
             self._start_fetch(key)
         del self._away[key]
-        ticket, hidden_BTD = self._arriving.pop(key)
+        arrived = self._arriving.pop(key)
         following = min(self._away, key=self._turn, default=None)
         if following is not None and following not in self._arriving:
             self._start_fetch(following)
-        self._copies.wait(ticket)
-        return hidden_BTD
+        for ticket, _ in arrived:
+            self._copies.wait(ticket)
+        return tuple(tensor for _, tensor in arrived)
 
     def drop(self) -> None:
         """Remove all inputs."""
         self._kept.clear()
         self._away.clear()
-        for ticket, _ in self._arriving.values():
+        for ticket, _ in (entry for arriving in self._arriving.values() for entry in arriving):
             self._copies.wait(ticket)
         self._arriving.clear()
         self._finish_leaving()
@@ -88,10 +101,13 @@ class BoundaryStore:
         return (micro_batch, -block) if self._by_micro_batch else (-block, micro_batch)
 
     def _start_fetch(self, key: _Key) -> None:
-        shape, dtype = self._away[key]
-        hidden_BTD = self._copies.empty(shape, dtype, TensorClass.BOUNDARY, _unit(key[1]))
-        ticket = self._copies.fetch(hidden_BTD, self._buffers[key], after=[self._copies.mark()])
-        self._arriving[key] = (ticket, hidden_BTD)
+        homes, unit = self._away[key], _unit(key[1])
+        tensors = [self._copies.empty(shape, dtype, TensorClass.BOUNDARY, unit) for shape, dtype in homes]
+        offsets, after = _offsets([tensor.nbytes for tensor in tensors]), [self._copies.mark()]
+        self._arriving[key] = [
+            (self._copies.fetch(tensor, self._buffers[key], offset, after=after), tensor)
+            for tensor, offset in zip(tensors, offsets, strict=False)
+        ]
 
     def _finish_leaving(self) -> None:
         """Wait for the copies under way before their tensors' memory can be used again."""
@@ -102,3 +118,12 @@ class BoundaryStore:
 
 def _unit(block: int) -> str:
     return "head" if block == HEAD_INPUT else f"block.{block}"
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Return where tensors of these bytes begin in a buffer, and where the last ends."""
+    starts, end = list[int](), 0
+    for size in sizes:
+        starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = starts[-1] + size
+    return [*starts, end]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hybridkernels.flash_attention.op import KeptAttention
 from hybridkernels.geglu import geglu
 from hybridkernels.rotary import rotary
 from hybridkernels.swiglu import swiglu
@@ -127,15 +128,15 @@ class Block(nn.Module):
 
     def forward(
         self, hidden_BTD: Tensor, documents: Documents | None = None, balance: BalanceLoss | None = None, *,
-        computes_output: bool = True,
+        computes_output: bool = True, kept: KeptAttention | None = None,
     ) -> Tensor:  # fmt: skip
         """Return hidden_BTD; without ``computes_output`` its values are undefined, but gradients are right."""
         if self.adds_in_matmul:
-            attended_BTD = self._attend(self.attention_norm(hidden_BTD), documents)
+            attended_BTD = self._attend(self.attention_norm(hidden_BTD), documents, kept)
             hidden_BTD = add_linear(hidden_BTD, attended_BTD, self.attention_out)
         else:
             hidden_BTD = hidden_BTD + dropout(
-                self.attention_out_norm(self._attend(self.attention_norm(hidden_BTD), documents)),
+                self.attention_out_norm(self._attend(self.attention_norm(hidden_BTD), documents, kept)),
                 self.dropout, training=self.training,
             )  # fmt: skip
         add = partial(self._add_feed_forward, balance)
@@ -159,11 +160,13 @@ class Block(nn.Module):
         feed_forward_BTD = self._feed_forward(self.ffn_norm(hidden_BTD), balance, computes_output=computes_output)
         return hidden_BTD + dropout(self.ffn_out_norm(feed_forward_BTD), self.dropout, training=self.training)
 
-    def _attend(self, normed_BTD: Tensor, documents: Documents | None) -> Tensor:
+    def _attend(self, normed_BTD: Tensor, documents: Documents | None, kept: KeptAttention | None) -> Tensor:
         """Return the heads' outputs, projected unless the projection adds to the residual stream itself."""
         scale, softcap = self.scale_and_softcap
         ids_BT = None if documents is None else documents.ids_BT
         attention = partial(self.attention, scale=scale, softcap=softcap, window=self.window, document_ids_BT=ids_BT)
+        if kept is not None:
+            attention = partial(attention, kept=kept)
         if self.parts.fuses_qkv:
             q, k, v = self.qkv(normed_BTD).split(self.qkv_widths, dim=-1)
             q_BTNH, k_BTKH = self._heads(q, self.query_norm, documents), self._heads(k, self.key_norm, documents)

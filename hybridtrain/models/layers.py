@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hybridtrain.kernel_rules  # noqa: F401  registers the kernels' scratch with the ledger
-from hybridkernels.flash_attention.op import causal_attention
+from hybridkernels.flash_attention.op import KeptAttention, causal_attention
 from hybridkernels.flash_attention.unfused import unfused_attention
 from hybridkernels.layer_norm import layer_norm
 from hybridkernels.linear_cross_entropy import linear_cross_entropy
@@ -121,6 +121,7 @@ class AttentionFunction(Protocol):
         softcap: float = 0.0,
         window: int = 0,
         document_ids_BT: Tensor | None = None,
+        kept: KeptAttention | None = None,
     ) -> Tensor:
         """Return out_BTNH."""
 

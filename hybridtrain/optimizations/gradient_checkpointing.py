@@ -21,6 +21,9 @@ class GradientCheckpointing(Optimization):
     """Blocks per kept boundary: 1 needs the least memory during recomputation, larger values keep fewer boundaries."""
     kept_blocks: int = 0
     """Number of last blocks that keep all activations; they are freed first, so they cost the least memory."""
+    keep_attention: bool = False
+    """Keep the output of each recomputed block's attention, with its log-sum-exp, beside the block's input, so that it
+    is computed once, not twice. Needs ``recompute_every = 1``."""
     active_phases: tuple[Phase, ...] = tuple(Phase)
     """Phases with checkpointing; others keep everything. PREDICT has no backward pass and keeps nothing."""
 

@@ -146,6 +146,7 @@ class PhasePlan:
     mlp_tile_tokens: int = added(
         0, "Tokens per slice of a block's feed-forward part; 0 computes them in one piece.", least=0
     )
+    keep_attention: bool = added(False, "Recomputed blocks keep attention's output, which is not computed again.")
     max_active_layers: int = setting(
         2, "Streamed blocks on the device at a time, including those in transfer.", least=1
     )
@@ -194,7 +195,7 @@ class PhasePlan:
         return self.adapter_alpha / (self.adapter_rank if is_lora else math.sqrt(self.adapter_rank))
 
     def __post_init__(self) -> None:
-        _refuse([*_value_faults(self), *_contradictions(self), *_rank_faults(self)])
+        _refuse([*_value_faults(self), *_contradictions(self), *_kept_attention_faults(self), *_rank_faults(self)])
 
     def values(self) -> dict[str, PlanValue]:
         """Return all values by path, in the order of declaration."""
@@ -378,6 +379,13 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
         yield from _adapter_faults(plan)
     elif plan.weight.codec is Codec.NF4:
         yield "weight.codec: nf4 weights cannot be trained; add an optimization of kind 'lora', or use int8_weights."
+
+
+def _kept_attention_faults(plan: PhasePlan) -> Iterator[str]:
+    if plan.keep_attention and plan.recompute_every != 1:
+        yield f"keep_attention: needs gradient_checkpointing's recompute_every = 1, not {plan.recompute_every}."
+    if plan.keep_attention and plan.attention is Attention.UNFUSED:
+        yield "keep_attention: unfused attention leaves nothing to keep; set flash_attention's attention = 'flash'."
 
 
 def _rank_faults(plan: PhasePlan) -> Iterator[str]:

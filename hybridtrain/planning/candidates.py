@@ -116,6 +116,8 @@ class Arrangement:
     """What of that lies on disk in place of the host."""
     tiles: bool = False
     """The feed-forward parts in tiles of tokens, boundaries on the host: for long sequences."""
+    keeps_attention: bool = False
+    """Attention is computed once, and what it leaves is on the host with the boundaries."""
     zero_stage: int = 0
     """What is cut among several cards."""
 
@@ -154,7 +156,7 @@ class Arrangement:
         """Return the whole stack for a number of micro-batches."""
         stack: list[Optimization] = [
             *level.optimizations,
-            GradientCheckpointing(recompute_every=1, kept_blocks=keep_last),
+            GradientCheckpointing(recompute_every=1, kept_blocks=keep_last, keep_attention=self.keeps_attention),
             ChunkedLoss(loss_chunk_tokens=2048),
             GradAccumulation(
                 grad_accum_steps=num_micro_batches,
@@ -188,11 +190,19 @@ ARRANGEMENTS = (
 )
 TILED_ARRANGEMENTS = (
     Arrangement("weights on the host, update fused, tiles", streams=True, offloads_state=True, fuses=True, tiles=True),
-)
+    Arrangement(
+        "weights on the host, update fused, tiles, attention kept", streams=True, offloads_state=True, fuses=True,
+        tiles=True, keeps_attention=True,
+    ),
+)  # fmt: skip
 """Tried for long sequences where no other has room."""
 TILED_ADAPTER_ARRANGEMENTS = (
     Arrangement("activations on the host, tiles", tiles=True),
     Arrangement("weights and activations on the host, tiles", streams=True, tiles=True),
+    Arrangement("activations and attention on the host, tiles", tiles=True, keeps_attention=True),
+    Arrangement(
+        "weights, activations and attention on the host, tiles", streams=True, tiles=True, keeps_attention=True
+    ),
 )
 CUT_ARRANGEMENTS = (
     Arrangement("all on the cards, gradients and state cut", zero_stage=2),

@@ -80,10 +80,11 @@ def bytes_of(model: ModelConfig, plan: MemoryPlan, workload: Workload, optimizer
     place(full.optim_state, full.history_tensors * trained, 0, size=_BYTES[full.history_codec])
     is_vertical = full.schedule is Schedule.VERTICAL
     visited = 2 * full.grad_accum_steps if is_vertical else 1  # micro-batches, there with the gradients of their inputs
-    inputs = tokens * model.width * visited * -(-model.num_blocks // max(1, full.recompute_every))
+    of_block = model.width + (_attention_elements(model, full) if full.keep_attention else 0)  # of a token
+    inputs = tokens * of_block * visited * -(-model.num_blocks // max(1, full.recompute_every))
     if is_vertical:
         inputs //= 1 if full.boundary.placement is Placement.DEVICE else 2
-    place(full.boundary, inputs, 2 * tokens * model.width)
+    place(full.boundary, inputs, 2 * tokens * of_block)
     before, card = card, 0.0
     place(full.grad, trained, trained_outside + (block if trained == params else adapters // model.num_blocks))
     grads, card = card, before
@@ -136,6 +137,11 @@ def _logits(model: ModelConfig, plan: PhasePlan, tokens: int) -> float:
     if plan.loss_chunk_tokens > 0:
         return _BYTES[plan.compute_dtype] * min(plan.loss_chunk_tokens, tokens) * model.vocab_size
     return _LOSS_BYTES[plan.compute_dtype] * tokens * model.vocab_size
+
+
+def _attention_elements(model: ModelConfig, plan: PhasePlan) -> float:
+    """Return what attention leaves of a token: the heads' outputs, and a float32 each, in elements of the outputs."""
+    return model.num_heads * model.head_dim + model.num_heads * _BYTES[Codec.FLOAT32] / _BYTES[plan.compute_dtype]
 
 
 def _ffn_params(model: ModelConfig) -> int:

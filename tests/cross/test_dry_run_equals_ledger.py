@@ -72,6 +72,7 @@ STACKS: dict[str, list[Optimization]] = {
     ],
     "tiled-mlp": [TiledMlp(mlp_tile_tokens=16), MixedPrecision(), GradientCheckpointing(recompute_every=2)],
     "tiled-mlp-lora": [TiledMlp(mlp_tile_tokens=5), Lora(), Nf4Weights(), GradientCheckpointing(recompute_every=1)],
+    "kept-attention": [GradientCheckpointing(recompute_every=1, keep_attention=True), MixedPrecision()],
     "low-bit": [LowBitMatmul(), MixedPrecision(), GradientCheckpointing(recompute_every=2)],
     "bitnet": [Bitnet(), MixedPrecision(), GradientCheckpointing(recompute_every=2)],
     "qlora": [Lora(), MixedPrecision(), Nf4Weights(), GradientCheckpointing(recompute_every=1), Int8Optimizer()],
@@ -92,6 +93,11 @@ STREAMED_STACKS: dict[str, list[Optimization]] = {
     "boundaries-away": [
         ActivationOffload(),
         GradientCheckpointing(recompute_every=1),
+        GradAccumulation(grad_accum_steps=2),
+    ],
+    "kept-attention-away": [
+        ActivationOffload(),
+        GradientCheckpointing(recompute_every=1, keep_attention=True, kept_blocks=1),
         GradAccumulation(grad_accum_steps=2),
     ],
     "boundaries-vertical-disk": [ActivationOffload(tier="disk"), GradientCheckpointing(recompute_every=2), VERTICAL],

@@ -1,6 +1,7 @@
 """Causal attention that never materialises the T x T matrix, and one that does, to compare with."""
 
 from hybridkernels.flash_attention.op import (
+    KeptAttention,
     causal_attention,
     masked_backward_workspace_bytes,
     masked_workspace_bytes,
@@ -10,6 +11,7 @@ from hybridkernels.flash_attention.tiled import tiled_workspace_bytes
 from hybridkernels.flash_attention.unfused import unfused_attention
 
 __all__ = [
+    "KeptAttention",
     "backward_workspace_bytes",
     "causal_attention",
     "masked_backward_workspace_bytes",

@@ -5,6 +5,7 @@ need compute capability 8.0: on older cards 16-bit types take the tiles.
 B batch, T sequence, N query heads, K key/value heads, H head dim, R rows of the log-sum-exp.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -140,6 +141,31 @@ def _differentiate(backward: Any, ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor
     return *backward(grad_BTNH, *ctx.saved_tensors, *ctx.numbers), *ctx.not_differentiable
 
 
+class _Kept(torch.autograd.Function):
+    """An attention whose output and log-sum-exp are known: nothing forward, the op's own gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Any, *tensors: Any) -> Tensor:
+        q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNR, *options = tensors
+        _save(ctx, (q_BTNH, k_BTKH, v_BTKH, *options), (out_BTNH, lse_BNR))
+        ctx.op = backward
+        result: Tensor = out_BTNH.detach()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTNH: Tensor) -> tuple[Tensor | None, ...]:
+        grads = _differentiate(ctx.op, ctx, grad_BTNH, None)
+        return None, *grads[:3], None, None, *grads[3:]
+
+
+@dataclass(slots=True)
+class KeptAttention:
+    """What one attention leaves for its gradient, so that a recomputed block need not compute it again."""
+
+    tensors: tuple[Tensor, ...] = ()
+    """Output (B, T, N, H) and log-sum-exp (B, N, R) float32, of ``causal_attention``; empty: it is to be filled."""
+
+
 def _define(name: str, options: str) -> Any:
     schema = f"({_QKV}{options}) -> (Tensor, Tensor)"
     forward = define_op(name, _cpu, cuda=_cuda, fake=_fake, flops=_flops, schema=schema)
@@ -148,7 +174,7 @@ def _define(name: str, options: str) -> Any:
         flops=_backward_flops, schema=f"({_SAVED}{options}) -> (Tensor, Tensor, Tensor)",
     )  # fmt: skip
     forward.register_autograd(partial(_differentiate, backward), setup_context=_save)
-    return forward
+    return forward, backward
 
 
 _attention = _define("causal_attention", "")
@@ -164,6 +190,7 @@ def causal_attention(
     softcap: float = 0.0,
     window: int = 0,
     document_ids_BT: Tensor | None = None,
+    kept: KeptAttention | None = None,
 ) -> Tensor:
     """Return causal attention.
 
@@ -177,6 +204,8 @@ def causal_attention(
             ``sliding_window``); 0: all.
         document_ids_BT: (B, T) int32 or int64, rising along a row: a token sees its own document only. None: one
             document a row.
+        kept: Where empty, it is filled, outside of autograd. Where filled, by the same inputs, the output is taken
+            from it and can be differentiated.
 
     Returns:
         out_BTNH: (B, T, N, H), contiguous, dtype and device of the inputs.
@@ -194,8 +223,14 @@ def causal_attention(
     window = 0 if window >= q_BTNH.shape[1] else window
     is_usual = scale == usual_scale and not softcap and not window and document_ids_BT is None
     options = () if is_usual else (document_ids_BT, scale, softcap, window)
-    out_BTNH: Tensor = (_attention if is_usual else _masked)(q_BTNH, k_BTKH, v_BTKH, *options)[0]
-    return out_BTNH
+    forward, backward = _attention if is_usual else _masked
+    if kept is not None and kept.tensors:
+        given = (q_BTNH, k_BTKH, v_BTKH, *kept.tensors, *options)
+        return _Kept.apply(backward, *given)  # type: ignore[no-any-return, no-untyped-call]
+    out_BTNH, lse_BNR = forward(q_BTNH, k_BTKH, v_BTKH, *options)
+    if kept is not None:
+        kept.tensors = out_BTNH, lse_BNR
+    return out_BTNH  # type: ignore[no-any-return]
 
 
 def masked_workspace_bytes(q_BTNH: Tensor, ids_BT: Tensor | None, window: int) -> int:

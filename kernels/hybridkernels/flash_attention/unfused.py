@@ -19,8 +19,11 @@ def unfused_attention(
     softcap: float = 0.0,
     window: int = 0,
     document_ids_BT: Tensor | None = None,
+    kept: object = None,
 ) -> Tensor:
     """Return causal attention in torch's own ops, each visible to the dispatcher; arguments as ``causal_attention``'s.
+
+    It has no log-sum-exp to keep: ``kept`` must be None.
 
     Any floating point dtype, strides and device, meta too.
 
@@ -31,6 +34,7 @@ def unfused_attention(
     more rounded (what the product with v saves); besides q, and k and v with N heads. A soft cap keeps B*N*T*T more in
     the inputs' dtype.
     """
+    assert kept is None, "attention without a fused kernel is not kept"
     check_inputs("unfused_attention", q_BTNH, k_BTKH, v_BTKH, softcap, window, document_ids_BT)
     scale = q_BTNH.shape[3] ** -0.5 if scale is None else scale
     q_BNTH = q_BTNH.transpose(1, 2)

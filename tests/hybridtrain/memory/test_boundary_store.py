@@ -29,7 +29,7 @@ def test_each_micro_batch_and_block_has_a_place_of_its_own() -> None:
         for block in range(3):
             tensors[micro_batch, block] = torch.randn(2, 3)
             store.store(micro_batch, block, tensors[micro_batch, block])
-    assert all(store.fetch(*place) is tensor for place, tensor in tensors.items())
+    assert all(store.fetch(*place)[0] is tensor for place, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("placement", [Placement.DEVICE, Placement.HOST])
@@ -75,15 +75,17 @@ def test_what_waits_below_the_device_comes_back_to_the_bit(placement: Placement,
     store = BoundaryStore(placement, new_copies(transfer))
     for step in range(2):  # the second one finds the buffers of the first
         kept = {
-            (micro_batch, block): torch.randn(2, 5, 3 + step).bfloat16()
+            (micro_batch, block): (torch.randn(2, 5, 3 + step).bfloat16(), *[torch.randn(2, 3)] * max(0, block))
             for block in (0, 2, HEAD_INPUT)
             for micro_batch in range(2)
         }
-        for place, tensor in kept.items():
-            store.store(*place, tensor.clone())
+        for place, tensors in kept.items():
+            store.store(*place, *(tensor.clone() for tensor in tensors))
         for block in (2, 0, HEAD_INPUT):  # as backward passes go; the head's input of a tied model comes last
             for micro_batch in range(2):
-                assert_bitwise(store.fetch(micro_batch, block), kept[micro_batch, block], f"{micro_batch}, {block}")
+                found, expected = store.fetch(micro_batch, block), kept[micro_batch, block]
+                for one, other in zip(found, expected, strict=True):
+                    assert_bitwise(one, other, f"{micro_batch}, {block}")
     transfer.close()
 
 
@@ -96,7 +98,7 @@ def test_any_order_of_taking_gives_the_right_tensors(placement: Placement, tmp_p
     for place, tensor in kept.items():
         store.store(*place, tensor.clone())
     for place in [(1, 0), (0, 2), (1, 1), (0, 0), (1, 2), (0, 1)]:
-        assert_bitwise(store.fetch(*place), kept[place], str(place))
+        assert_bitwise(store.fetch(*place)[0], kept[place], str(place))
     transfer.close()
 
 
@@ -104,7 +106,7 @@ def test_a_transposed_input_comes_back_with_its_values() -> None:
     store = make_store(Placement.HOST)
     tensor = torch.randn(3, 4).t()
     store.store(0, 0, tensor)
-    assert_bitwise(store.fetch(0, 0), tensor, "boundary")
+    assert_bitwise(store.fetch(0, 0)[0], tensor, "boundary")
 
 
 def test_a_larger_boundary_gets_a_larger_buffer_and_the_old_one_is_given_back() -> None:
@@ -113,7 +115,7 @@ def test_a_larger_boundary_gets_a_larger_buffer_and_the_old_one_is_given_back() 
     for num_elements in (10, 1024, 1025, 3):  # 40, 4096, 4100 and 12 bytes
         tensor = torch.randn(num_elements)
         store.store(0, 0, tensor.clone())
-        assert_bitwise(store.fetch(0, 0), tensor, str(num_elements))
+        assert_bitwise(store.fetch(0, 0)[0], tensor, str(num_elements))
     assert copies.transfer.tiers.by_class(Placement.HOST) == {TensorClass.BOUNDARY: 2 * PAGE}
 
 
@@ -124,7 +126,7 @@ def test_the_next_boundary_is_on_its_way_while_one_is_at_work() -> None:
         for block in range(3):
             store.store(0, block, torch.empty(1000))
         assert ledger.live_bytes == 4000  # the last one, until its copy is known to be over
-        at_work: list[Tensor] = []
+        at_work: list[tuple[Tensor, ...]] = []
         for block, num_held in ((2, 2), (1, 2), (0, 1)):
             at_work[:] = [store.fetch(0, block)]
             assert ledger.live_bytes == num_held * 4000
