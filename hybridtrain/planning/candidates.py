@@ -195,7 +195,7 @@ TILED_ARRANGEMENTS = (
         tiles=True, keeps_attention=True,
     ),
 )  # fmt: skip
-"""Tried for long sequences where no other has room."""
+"""Tried for long sequences too."""
 TILED_ADAPTER_ARRANGEMENTS = (
     Arrangement("activations on the host, tiles", tiles=True),
     Arrangement("weights and activations on the host, tiles", streams=True, tiles=True),

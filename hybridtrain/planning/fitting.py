@@ -445,9 +445,9 @@ def tiers_of(request: FitRequest, level: Numerics) -> tuple[tuple[Arrangement, .
     is_refused = not request.tries_tiles or request.model.experts or request.model.dropout
     is_long = request.seq_len > TiledMlp().mlp_tile_tokens and not is_refused
     if level.trains_adapters:
-        return (_ADAPTER_ARRANGEMENTS, *((TILED_ADAPTER_ARRANGEMENTS,) if is_long else ()))
+        return ((*_ADAPTER_ARRANGEMENTS, *(TILED_ADAPTER_ARRANGEMENTS if is_long else ())),)
     if request.world.size == 1:
-        return (ARRANGEMENTS, _DISK_ARRANGEMENTS, *((TILED_ARRANGEMENTS,) if is_long else ()))
+        return ((*ARRANGEMENTS, *(TILED_ARRANGEMENTS if is_long else ())), _DISK_ARRANGEMENTS)
     if level.optimizer != "adamw":  # works on whole matrices, which ranks do not cut
         return (tuple(arrangement for arrangement in ARRANGEMENTS if not arrangement.fuses),)
     return (CUT_ARRANGEMENTS,)

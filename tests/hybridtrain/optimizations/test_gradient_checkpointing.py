@@ -10,6 +10,7 @@ def test_it_claims_the_recompute_interval_and_the_kept_blocks() -> None:
     assert list(GradientCheckpointing(recompute_every=5, kept_blocks=2).claims()) == [
         Claim("recompute_every", 5),
         Claim("kept_blocks", 2),
+        Claim("keep_attention", False),
     ]
 
 

@@ -274,6 +274,7 @@ def another_value(path: str) -> PlanValue:
 
 NEEDS: dict[str, dict[str, PlanValue]] = {
     "boundary.placement": {"recompute_every": 1},
+    "keep_attention": {"recompute_every": 1},
     "history_codec": {"history_tensors": 1},
     "adapter_rank": {"adapter_targets": "query"},
     "zero_stage": {"weight.placement": "host"},
