@@ -826,6 +826,7 @@ Causes of misses, by name:
   and two trainers differ by a factor of two on one model.
 - PEFT: 4 x 210 tokens, padded lengths assumed; a step waits for its loss on the host, and adapters differ by row.
 - LLMQ: GeForce cards, whose products other sources tell of at 1,024 to 8,192 alone; its own kernels are faster.
+- LLMQ in float8: means of cards are 25 to 36 % too slow. The other float8 trainers, which stand for it, cast more.
 - fsdp_qlora: two and more GeForce cards without NVLink. What passes between them, and what hides it, is assumed.
 - torchtune: on an RTX 4090 a paged 8-bit optimizer; compiled code moves less than its ops say.
 - fms-fsdp: 96 and 128 cards; the network between machines is assumed at 40 GB/s a card.
