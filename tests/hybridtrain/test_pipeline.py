@@ -67,6 +67,9 @@ CASES = {
     ),
     "on-host": Case("llama-5", 4, (WeightStreaming(), OptimizerOffload(update_on="host"))),
     "lora": Case("gpt2-4", 2, (Lora(), MixedPrecision())),
+    "kept-attention": Case(
+        "llama-5", 2, (GradientCheckpointing(recompute_every=1, keep_attention=True), ActivationOffload())
+    ),
     "tiled": Case("llama-5", 2, (CHECKPOINTED, VERTICAL, TiledMlp(mlp_tile_tokens=5))),
 }
 

@@ -48,6 +48,8 @@ from tiny_models import random_steps
 
 STREAMED: list[Optimization] = [WeightStreaming(), GradientCheckpointing(recompute_every=2)]
 
+KEPT_ATTENTION = GradientCheckpointing(recompute_every=1, keep_attention=True)
+
 CASES = {
     "data-parallel": Case("gpt2", 2, ()),
     "data-parallel-4": Case("llama", 4, (MixedPrecision(master="absent"), Bf16Optimizer())),
@@ -81,6 +83,7 @@ CASES = {
     "zero3-int8-affine": Case("gpt2", 2, (Zero(stage=3), *STREAMED, Int8Weights(master="absent", symmetric=False))),
     "zero3-int8-weights": Case("llama", 2, (Zero(stage=3), *STREAMED, Int8Weights(master="absent"))),
     "zero3-tiled": Case("llama", 2, (Zero(stage=3), *STREAMED, TiledMlp(mlp_tile_tokens=5))),
+    "zero3-kept-attention": Case("llama", 2, (Zero(stage=3), WeightStreaming(), KEPT_ATTENTION, ActivationOffload())),
     "zero3-all-away": Case(
         "gpt2",
         4,
