@@ -811,8 +811,9 @@ Made by `python benchmarks/time_model.py` from benchmarks/recorded_steps.toml, p
 name every source. Predicted figures are **estimated**; recorded ones are others' own. Nothing was measured by this
 project. Every prediction is in [time-model.csv](time-model.csv), seconds a step.
 
-No step is predicted by what was fitted on its repository. Rows with the role `predict` were never fitted. Errors are
-estimated over recorded seconds, less 1. *Null* is the null model: FLOPs at the share of the peak that the same other
+No step *left out* is predicted by what was fitted on its repository; rows *kept back* are predicted by all that is
+fitted, their repository's other sources too. Rows with the role `predict` were never fitted. Errors are estimated over
+recorded seconds, less 1. *Null* is the null model: FLOPs at the share of the peak that the same other
 repositories reached, on the card if they have it. *In interval*: recorded seconds within the estimate's 80 %.
 """
 READING = """\

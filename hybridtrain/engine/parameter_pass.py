@@ -32,7 +32,8 @@ from hybridtrain.virtual_gpu.account.op_record import Stage
 from hybridtrain.virtual_gpu.account.repeated_work import Work
 
 HOST_SLICE_ELEMENTS = 1 << 21
-"""Elements the CPU works on at a time: temporaries of 8 MiB are used again, where larger ones are mapped anew."""
+"""Elements the CPU works on at a time where nothing is drawn. Temporaries of 8 MiB are used again; larger ones would be
+mapped anew each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,11 +367,11 @@ class ParameterPass:
         state_slots, extra_slots = task.slots(state), task.extra_slots(state)
         held = [_host_slice(slot, count) for slot in state_slots]
         extra = [_host_slice(slot, count) for slot in extra_slots]
-        if task.update is not None and self._optimizer.needs_whole(entry.role):
+        height = self._height(entry, None if _draws(entry, weight) else HOST_SLICE_ELEMENTS)
+        if height >= count or (task.update is not None and self._optimizer.needs_whole(entry.role)):
             yield Operands(unit, entry, slice(0, count), weight, grad_P, held, extra, on_host=True)
             return
-        usual = None if _draws(entry) else HOST_SLICE_ELEMENTS
-        for part in parts(count, self._height(entry, usual)):
+        for part in parts(count, height):
             grad_part_P = None if grad_P is None else grad_P.view(-1)[part]
             held_part, extra_part = _cut(state_slots, held, part), _cut(extra_slots, extra, part)
             yield Operands(unit, entry, part, weight.part(part), grad_part_P, held_part, extra_part, on_host=True)
@@ -381,13 +382,11 @@ def _cut(slots: Sequence[StateSlot], whole: Sequence[StateSlice], part: slice) -
     return [piece.part(part) if slot.is_elementwise else piece for slot, piece in zip(slots, whole, strict=True)]
 
 
-def _draws(entry: Entry) -> bool:
+def _draws(entry: Entry, weight: WeightSlice) -> bool:
     """Return whether an update rounds stochastically, so that its slices decide which numbers it draws."""
-    state = entry.state
-    rounded = [tensor for slot in (*state.slots, *state.extra) for tensor in slot.tensors]
-    return (state.master_weight is None and state.parameter.dtype != torch.float32) or any(
-        tensor.dtype == torch.bfloat16 for tensor in rounded
-    )
+    state = [tensor for slot in (*entry.state.slots, *entry.state.extra) for tensor in slot.tensors]
+    rounds_weight = weight.master_weight is None and not weight.storage.in_place
+    return rounds_weight or any(tensor.dtype == torch.bfloat16 for tensor in state)
 
 
 def _host_slice(slot: StateSlot, count: int) -> StateSlice:

@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """A slice of a parameter with its gradient and state, on the device; on the host the whole parameter."""
+    """A slice of a parameter, or all of it, with its gradient and state, on the device or on the host."""
 
     unit: str
     entry: Entry

@@ -59,27 +59,27 @@ class RollbackCopy:
         for ticket in tickets:  # the slice changes next
             copies.wait(ticket)
 
-    def _fields(self, piece: ParameterSlice) -> tuple[TierBuffer, list[tuple[Tensor, Field]]]:
-        """Return the buffer of a slice's unit, and each tensor of the slice with its parameter's field."""
+    def _fields(self, piece: ParameterSlice) -> tuple[TierBuffer, list[tuple[Tensor, Field, int]]]:
+        """Return the buffer of a slice's unit, and the slice's tensors with their parameters' fields and starts."""
         layout, firsts, buffer = self._layouts[piece.unit]
-        master_weight = piece.weight.master_weight
+        master_weight, start = piece.weight.master_weight, piece.part.start
         tensors = [*piece.weight.stored, *([] if master_weight is None else [master_weight])]
-        return buffer, list(zip(tensors, layout.fields[firsts[piece.index] :], strict=False))
+        of_groups = [any(tensor is other for other in piece.weight.stored[1:]) for tensor in tensors]  # beside codes
+        starts = [start // GROUP_SIZE if is_of_group else start for is_of_group in of_groups]
+        return buffer, list(zip(tensors, layout.fields[firsts[piece.index] :], starts, strict=False))
 
     def _places(self, piece: ParameterSlice) -> Iterator[tuple[Tensor, TierBuffer, int]]:
         """Yield each tensor of a slice with its buffer and offset."""
         buffer, fields = self._fields(piece)
-        for tensor, field in fields:
-            is_of_group = any(tensor is other for other in piece.weight.stored[1:])  # there are others of codes alone
-            start = piece.part.start // GROUP_SIZE if is_of_group else piece.part.start
+        for tensor, field, start in fields:
             yield tensor, buffer, field.offset + start * field.dtype.itemsize
 
     def _kept(self, piece: ParameterSlice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each tensor of a parameter with its copy in host memory."""
+        """Yield each tensor of a slice with its copy in host memory."""
         buffer, fields = self._fields(piece)
         assert isinstance(buffer.content, HostBytes), "host tensors without memory"
-        for tensor, field in fields:
-            yield tensor, field.view(buffer.content.tensor).view(-1)
+        for tensor, field, start in fields:
+            yield tensor, field.view(buffer.content.tensor).view(-1)[start : start + tensor.numel()]
 
 
 def visit_with(

@@ -3,20 +3,16 @@
 With the input of a block, what its attention left is kept where the plan says so.
 """
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from hybridtrain.memory.copy_engine import CopyEngine
 from hybridtrain.memory.tier import Ticket, TierBuffer
+from hybridtrain.memory.tier_tensor import Field, lay_out
 from hybridtrain.plan.placement import Placement
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 
 HEAD_INPUT = -1
 """Block number of the head's input, which is fetched first."""
-_ALIGNMENT = 512
-"""Bytes at whose multiples tensors begin in a buffer."""
 _Key = tuple[int, int]
 
 
@@ -32,7 +28,7 @@ class BoundaryStore:
         self._placement = placement
         self._copies = copies
         self._kept: dict[_Key, tuple[Tensor, ...]] = {}
-        self._away: dict[_Key, list[tuple[torch.Size, torch.dtype]]] = {}
+        self._away: dict[_Key, tuple[Field, ...]] = {}
         self._leaving: list[tuple[Ticket, Tensor]] = []
         self._arriving: dict[_Key, list[tuple[Ticket, Tensor]]] = {}
         self._buffers: dict[_Key, TierBuffer] = {}
@@ -45,20 +41,18 @@ class BoundaryStore:
         if self._placement is Placement.DEVICE:
             self._kept[key] = tensors
             return
-        *_, num_bytes = _offsets([tensor.nbytes for tensor in tensors])
+        layout = lay_out((tensor.shape, tensor.dtype) for tensor in tensors)
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.num_bytes < num_bytes:
+        if buffer is None or buffer.num_bytes < layout.num_bytes:
             if buffer is not None:
                 self._copies.release(buffer)
-            buffer = self._copies.allocate(num_bytes, self._placement, TensorClass.BOUNDARY, _unit(block))
+            buffer = self._copies.allocate(layout.num_bytes, self._placement, TensorClass.BOUNDARY, _unit(block))
             self._buffers[key] = buffer
         self._finish_leaving()
-        tensors = tuple(tensor.contiguous() for tensor in tensors)
-        self._leaving += [
-            (self._copies.store(tensor, buffer, offset), tensor)
-            for tensor, offset in zip(tensors, _offsets([tensor.nbytes for tensor in tensors]), strict=False)
-        ]
-        self._away[key] = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        for tensor, field in zip(tensors, layout.fields, strict=True):
+            dense = tensor.contiguous()
+            self._leaving.append((self._copies.store(dense, buffer, field.offset), dense))
+        self._away[key] = layout.fields
 
     def note(self, block: int, hidden_BTD: Tensor) -> None:
         """Record in the ledger that the input of ``block`` is kept on the device."""
@@ -101,12 +95,12 @@ class BoundaryStore:
         return (micro_batch, -block) if self._by_micro_batch else (-block, micro_batch)
 
     def _start_fetch(self, key: _Key) -> None:
-        homes, unit = self._away[key], _unit(key[1])
-        tensors = [self._copies.empty(shape, dtype, TensorClass.BOUNDARY, unit) for shape, dtype in homes]
-        offsets, after = _offsets([tensor.nbytes for tensor in tensors]), [self._copies.mark()]
+        fields, unit = self._away[key], _unit(key[1])
+        tensors = [self._copies.empty(field.shape, field.dtype, TensorClass.BOUNDARY, unit) for field in fields]
+        after = [self._copies.mark()]
         self._arriving[key] = [
-            (self._copies.fetch(tensor, self._buffers[key], offset, after=after), tensor)
-            for tensor, offset in zip(tensors, offsets, strict=False)
+            (self._copies.fetch(tensor, self._buffers[key], field.offset, after), tensor)
+            for tensor, field in zip(tensors, fields, strict=True)
         ]
 
     def _finish_leaving(self) -> None:
@@ -118,12 +112,3 @@ class BoundaryStore:
 
 def _unit(block: int) -> str:
     return "head" if block == HEAD_INPUT else f"block.{block}"
-
-
-def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Return where tensors of these bytes begin in a buffer, and where the last ends."""
-    starts, end = list[int](), 0
-    for size in sizes:
-        starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-        end = starts[-1] + size
-    return [*starts, end]

@@ -22,7 +22,7 @@ from hybridtrain.plan.placement import Codec
 
 SLICE_ELEMENTS = 1 << 23
 """Elements processed at a time: 32 MiB per tensor reach the full bus rate with small temporaries. Slices have this size
-in every placement, so that random numbers do not depend on it."""
+in every placement where numbers are drawn, so that these do not depend on it."""
 SMALLEST_INT8_TENSOR = 4096
 """Smallest tensor with 8-bit state, as in bitsandbytes: norms and biases stay float32."""
 _STATIC_ROOM = 2.0

@@ -263,7 +263,7 @@ class FitRequest:
     matmul: Matmul = "full"
     clip: Clip = "exact"
     tries_tiles: bool = True
-    """Whether long sequences that have no room otherwise are tried with a tiled MLP."""
+    """Whether long sequences are also tried with a tiled MLP."""
 
     def __post_init__(self) -> None:
         if self.num_sequences % self.world.size:

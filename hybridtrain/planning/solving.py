@@ -197,9 +197,6 @@ class _Solver:
         """Return the solutions of one precision."""
         request, _ = self.axis.at(self.axis.count)  # of sequences the longest
         first, *others = tiers_of(request, level)
-        if self.axis.quantity == "seq":  # tiles go farthest
-            tiled = [each for tier in others for each in tier if each.tiles]
-            first, others = (*first, *tiled), [tier for tier in others if not tier[0].tiles]
         resident = self._best(method, level, [each for each in first if each.is_resident])
         offloaded = self._best(method, level, [each for each in first if not each.is_resident])
         for arrangements in others if offloaded is None else ():

@@ -13,7 +13,7 @@ from hybridtrain.checkpoint import load_checkpoint
 from hybridtrain.engine import update
 from hybridtrain.memory import formats
 from hybridtrain.memory.transfer import DirectTransfer
-from hybridtrain.optimizations import Int8Optimizer, Int8Weights, MixedPrecision, OptimizerOffload
+from hybridtrain.optimizations import Int8Optimizer, Int8Weights, MixedPrecision
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization
 from hybridtrain.trainer import Trainer
@@ -37,10 +37,9 @@ def stack_of(storage: str, place: str) -> list[Optimization]:
 
 
 @cache
-def resident_in_slices(storage: str, *, on_host: bool) -> History:
+def resident_in_slices(storage: str) -> History:
     """Train on the device with the lengths of slices that the one test sets which calls this."""
-    update = [OptimizerOffload(update_on="host")] if on_host else []
-    return trained_history(GPT2, [*stack_of(storage, ON_DEVICE), *update], ACCUM_STEPS)
+    return trained_history(GPT2, stack_of(storage, ON_DEVICE), ACCUM_STEPS)
 
 
 @pytest.mark.sample(one_in=4)
@@ -51,7 +50,7 @@ def test_slices_of_two_lengths_draw_the_same_numbers(
 ) -> None:
     monkeypatch.setattr(update, "RESIDENT_SLICE_ELEMENTS", 3072)
     monkeypatch.setattr(formats, "SLICE_ELEMENTS", 1536)
-    resident = resident_in_slices(storage, on_host="on-host" in place)
+    resident = resident_in_slices(storage)
     if place == ON_DEVICE:
         monkeypatch.setattr(update, "RESIDENT_SLICE_ELEMENTS", 1536)
     moved = trained_history(GPT2, stack_of(storage, place), ACCUM_STEPS, disk_folder=tmp_path)

@@ -23,7 +23,7 @@ from training_history import assert_all_bitwise, assert_same_training, resident_
 def test_a_place_below_the_device_changes_no_bit(storage: str, place: str, tmp_path: Path) -> None:
     stack = [*BASE, *STORAGE[storage], *PLACES[place]]
     actual = trained_history(GPT2, stack, ACCUM_STEPS, disk_folder=tmp_path)
-    expected = resident_history(GPT2, storage, place)
+    expected = resident_history(GPT2, storage)
     assert_same_training(actual, expected)
     assert_all_bitwise(actual.state, expected.state, "state ")
 

@@ -70,7 +70,7 @@ def test_rounded_storage_on_the_latest_copies_equals_the_device(storage: str, pl
     with ComputeWatch(transfer):
         late = trained_history(GPT2, stack, ACCUM_STEPS, transfer=transfer)
     assert transfer.hazards == []
-    resident = resident_history(GPT2, storage, place)
+    resident = resident_history(GPT2, storage)
     assert_same_training(late, resident)
     assert_all_bitwise(late.state, resident.state, "state ")
 

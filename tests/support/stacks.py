@@ -106,12 +106,6 @@ PLACES: dict[str, list[Optimization]] = {
 }
 
 
-ROUNDS_BY_CHANCE = {
-    "bf16-absent", "bf16-optimizer", "bf16-optimizer-absent", "int8-weights-absent", "int8-weights-static", "int8-all",
-    "int8-affine-absent", "int8-tensor-static",
-}  # fmt: skip
-
-
 MODELS = {"gpt2-tied-dropout": GPT2_TIED_DROPOUT, "gpt2-untied": GPT2_UNTIED, "llama-grouped": LLAMA_GROUPED}
 Tier = Literal["host", "disk"]
 TIERS: tuple[Tier, ...] = ("host", "disk")

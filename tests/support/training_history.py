@@ -18,14 +18,13 @@ from hybridtrain.models.block_model import BlockModel
 from hybridtrain.models.layers import AttentionFunction
 from hybridtrain.models.model_config import ModelConfig
 from hybridtrain.optim import AdamWConfig
-from hybridtrain.optimizations import OptimizerOffload
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.observer import MemoryObserver
 from lazy_transfer import LazyTransfer
 from numerics import assert_bitwise
-from stacks import ACCUM_STEPS, BASE, ROUNDS_BY_CHANCE, STORAGE, settings_of
+from stacks import ACCUM_STEPS, BASE, STORAGE, settings_of
 from tiny_models import random_steps
 
 NUM_STEPS = 3
@@ -134,19 +133,10 @@ def trained_history(
     return history
 
 
-def resident_history(config: ModelConfig, storage: str, place: str = "") -> History:
-    """Train with everything on the device, or at least the weights.
-
-    The processor draws other numbers than the device, so an update there is compared with an update there where
-    numbers are drawn.
-    """
-    return _resident_history(config, storage, on_host="updated-on-host" in place and storage in ROUNDS_BY_CHANCE)
-
-
 @cache
-def _resident_history(config: ModelConfig, storage: str, *, on_host: bool) -> History:
-    update = [OptimizerOffload(update_on="host")] if on_host else []
-    return trained_history(config, [*BASE, *STORAGE[storage], *update], ACCUM_STEPS)
+def resident_history(config: ModelConfig, storage: str) -> History:
+    """Train with everything on the device."""
+    return trained_history(config, [*BASE, *STORAGE[storage]], ACCUM_STEPS)
 
 
 def stored_weights(trainer: Trainer) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ def scaled_matmul(a_MK: Tensor, scales_M: Tensor, b_NK: Tensor, scales_N: Tensor
         dtype: Dtype of the result: float32, bfloat16 or float16.
 
     Returns:
-        (M, N) of ``dtype``. int8 codes are added in int32, float8 codes in float32.
+        (M, N) of ``dtype``. int8 codes are added exactly, float8 codes in float32.
 
     Raises:
         ValueError: dtypes or shapes that do not fit.

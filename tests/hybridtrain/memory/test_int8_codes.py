@@ -139,6 +139,7 @@ def test_an_update_takes_the_range_of_a_whole_matrix(
     trainer = Trainer(
         GPT2_UNTIED, plan, TrainerConfig(optimizer=OPTIMIZERS[kind](lr=0.01)), DirectTransfer(torch.device("cpu"))
     )
+    before = stored_weights(trainer)
     trainer.step(random_steps(GPT2_UNTIED, 1)[0])
     trainer.transfer.finish()
     weights = stored_weights(trainer)
@@ -149,3 +150,4 @@ def test_an_update_takes_the_range_of_a_whole_matrix(
         assert scales.numel() >= 4  # so many slices, where each has a range of its own
         assert (scales == scales[0]).all()
         assert weights[name].abs().max() == 127
+        assert not torch.equal(weights[name], before[name])
