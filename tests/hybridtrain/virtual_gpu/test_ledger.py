@@ -258,10 +258,11 @@ class Unadorned(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width, device=device)
 
-    def forward(self, hidden: Tensor, documents: None, balance: None, *, computes_output: bool) -> Tensor:
+    def forward(self, hidden: Tensor, documents: None, balance: None, *, computes_output: bool, kept: None) -> Tensor:
         assert documents is None
         assert balance is None
         assert computes_output
+        assert kept is None
         return nn.functional.gelu(self.linear(hidden))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hybridkernels.flash_attention import KeptAttention
 from hybridtrain.cli.main import main
 from hybridtrain.models import build
 from hybridtrain.models.block_model import Documents
@@ -45,9 +46,9 @@ class ForgetfulBlock(Block):
 
     def forward(
         self, hidden_BTD: Tensor, documents: Documents | None = None, balance: BalanceLoss | None = None, *,
-        computes_output: bool = True,
+        computes_output: bool = True, kept: KeptAttention | None = None,
     ) -> Tensor:  # fmt: skip
-        out_BTD = super().forward(hidden_BTD, documents, balance, computes_output=computes_output)
+        out_BTD = super().forward(hidden_BTD, documents, balance, computes_output=computes_output, kept=kept)
         return out_BTD + 0 * torch.sigmoid(out_BTD)  # sigmoid saves its result
 
 
