@@ -318,7 +318,7 @@ def test_a_step_that_waits_is_less_sure() -> None:
 
 def test_the_errors_of_the_time_model_are_those_of_runs_left_out_or_never_fitted() -> None:
     errors = time_errors()
-    assert errors.keys() == {"source_out", "waiting", "ratio"}
+    assert errors.keys() == {"source_out", "kept_back", "waiting", "ratio"}
     assert errors["ratio"].mean_absolute < errors["source_out"].mean_absolute  # what two speeds share drops out
     assert all(max(abs(error.mean), error.mean_absolute) <= error.largest for error in errors.values())
     assert 0.7 <= errors["source_out"].covered <= 0.9  # of intervals that are to hold 80 %
