@@ -665,14 +665,15 @@ def write_errors(
     spread = max(SPREAD * fmean(map(abs, wait)), intervals.residual)
     tables = {
         "source_out": (
-            [exp(error) - 1 for _, error, _ in found], means, max(means), intervals.residual, intervals.coverage(found)
+            [exp(error) - 1 for _, error, _ in found], len(means), fmean(means), max(means), intervals.residual,
+            intervals.coverage(found),
         ),
         "kept_back": (
-            kept_back, [fmean(map(abs, kept_back))], max(map(abs, kept_back)), intervals.residual,
+            kept_back, len(by_source(held)), fmean(map(abs, kept_back)), max(map(abs, kept_back)), intervals.residual,
             intervals.coverage(held),
         ),
         "waiting": (
-            wait, [fmean(map(abs, wait))], max(map(abs, wait)), spread,
+            wait, 1, fmean(map(abs, wait)), max(map(abs, wait)), spread,
             fmean(abs(log(1 + error)) <= WIDTH_OF_80 * hypot(intervals.residual, spread) for error in wait),
         ),
     }  # fmt: skip
@@ -680,14 +681,14 @@ def write_errors(
     of_ratios = [fmean(map(abs, errors)) for errors in ratios.values()]
     every = [error for errors in ratios.values() for error in errors]
     of_speeds = tables["source_out"]
-    tables["ratio"] = every, of_ratios, max(of_ratios), SPREAD * fmean(of_ratios), of_speeds[-1]
+    mean_ratio = fmean(of_ratios)
+    tables["ratio"] = every, len(of_ratios), mean_ratio, max(of_ratios), SPREAD * mean_ratio, of_speeds[-1]
     lines = ["# Written by benchmarks/time_model.py: estimated over recorded seconds, less 1 (results/time-model.md)."]
-    for name, (errors, of_sources, largest, wide, covered) in tables.items():
+    for name, (errors, sources, mean_absolute, largest, wide, covered) in tables.items():
         figures = {
-            "mean": fmean(errors), "mean_absolute": fmean(of_sources), "largest": largest, "spread": wide,
+            "mean": fmean(errors), "mean_absolute": mean_absolute, "largest": largest, "spread": wide,
             "covered": covered,
         }  # fmt: skip
-        sources = len(by_source(held)) if name == "kept_back" else len(of_sources)
         lines += ["", f"[{name}]", f"runs = {len(errors)}", f"sources = {sources}"]
         lines += [f"{key} = {value:.4f}" for key, value in figures.items()]
     (PACKAGE / "time_error.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
