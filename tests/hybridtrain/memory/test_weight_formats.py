@@ -209,15 +209,28 @@ def test_rounding_by_chance_keeps_faults(bits: int) -> None:
         assert rounded.isnan().all()
 
 
-def test_stochastic_rounding_goes_up_exactly_when_the_noise_reaches_over() -> None:
+@pytest.mark.parametrize("count", [1000, 999, 1])
+def test_stochastic_rounding_goes_up_exactly_when_the_noise_reaches_over(count: int) -> None:
     # The same stream drawn by hand: value + noise below the kept bits, then cut.
-    values = torch.randn(1000)
-    rounded = torch.empty(1000, dtype=torch.bfloat16)
+    values = torch.randn(count)
+    rounded = torch.empty(count, dtype=torch.bfloat16)
     torch.manual_seed(7)
     round_stochastically(values, rounded)
     torch.manual_seed(7)
-    noise = torch.randint(0, 1 << 16, (1000,), dtype=torch.int32)
+    pairs = torch.empty((count + 1) // 2, dtype=torch.int64).random_(-(1 << 63), None)
+    noise = pairs.view(torch.int32)[:count] & 0xFFFF
     lower = values.view(torch.int32) & 0xFFFF
     goes_up = lower + noise >= 1 << 16
     steps = (rounded.float().view(torch.int32) - (values.view(torch.int32) - lower)) >> 16
     assert steps.bool().tolist() == goes_up.tolist()
+
+
+def test_stochastic_rounding_goes_up_as_often_as_the_cut_bits_say() -> None:
+    torch.manual_seed(0)
+    count = 1 << 16
+    for cut in (1 << 4, 1 << 15, 0xC000):  # of 2^16; each bit of the noise decides somewhere
+        rounded = torch.empty(count, dtype=torch.bfloat16)
+        round_stochastically(from_bits([0x3F800000 + cut] * count), rounded)
+        share = cut / (1 << 16)
+        deviation = (share * (1 - share) / count) ** 0.5
+        assert (rounded > 1).float().mean().item() == pytest.approx(share, abs=5 * deviation)
