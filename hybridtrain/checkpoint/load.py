@@ -31,6 +31,7 @@ from hybridtrain.memory.shards import overlap
 from hybridtrain.memory.state_store import ParameterState, StateSlot
 from hybridtrain.memory.tier_tensor import Stored, write_slice
 from hybridtrain.phase import Phase
+from hybridtrain.plan.memory_plan import DynamicRange
 from hybridtrain.tensor_file import FileTensor
 from hybridtrain.trainer import Trainer
 
@@ -141,14 +142,15 @@ def _weight_shapes(entry: ParameterEntry) -> list[tuple[tuple[int, ...], torch.d
     values = entry.format.partition("_")[0]
     shapes = [] if values == _CODED else [(entry.shape, _DTYPES[values])]
     if _CODED in entry.format:
-        specs = _codes_of(entry.format).specs(torch.Size(entry.shape).numel())
+        specs = _codes_of(entry.format).specs(entry.shape)
         shapes += [(spec.shape, spec.dtype) for spec in specs]
     return shapes
 
 
 def _codes_of(saved_as: str) -> Int8Codes:
-    """Return the reader of a saved format's codes; which of them share a range matters only when writing."""
-    return Int8Codes(is_symmetric="affine" not in saved_as.split("_"))
+    """Return the reader of a saved format's codes; that a matrix shares a range matters only when writing."""
+    words = saved_as.split("_")
+    return Int8Codes("affine" not in words, DynamicRange.ROW if "row" in words else DynamicRange.GROUP)
 
 
 def _with_tensors(value: JsonValue, files: Files) -> object:
@@ -221,8 +223,8 @@ class _Loader:
             master_P: Tensor | None
             if is_same and storage.is_coded:
                 values, coded = tensors[: -len(target)], tensors[-len(target) :]
-                for stored, read in zip(target, _read_codes(coded, part), strict=True):
-                    stored.copy_(read)
+                for stored, read in zip(target, _read_codes(coded, part, is_whole=storage.needs_whole), strict=True):
+                    stored.copy_(read.view(stored.shape))
                 master_P = values[0].read(part) if values else None
             else:
                 value_P = _weight_values(tensors, entry.format, part).to(trainer.transfer.device)
@@ -299,9 +301,9 @@ def _weight_values(tensors: Sequence[FileTensor], saved_as: str, part: slice) ->
     return values_P
 
 
-def _read_codes(tensors: Sequence[FileTensor], part: slice) -> tuple[Tensor, ...]:
-    """Return a range of codes, with the saved scales of their groups."""
-    groups = slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
+def _read_codes(tensors: Sequence[FileTensor], part: slice, *, is_whole: bool = False) -> tuple[Tensor, ...]:
+    """Return a range of codes, with the saved scales of their groups, or all of them."""
+    groups = slice(None) if is_whole else slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
     codes, *others = tensors
     return codes.read(part), *(other.read(groups) for other in others)
 

@@ -360,7 +360,7 @@ class ParameterPass:
 
     def _on_host_memory(self, task: _Task, unit: str, entry: Entry, stored: StoredWeight) -> Iterator[Operands]:
         state, count = entry.state, entry.state.parameter.numel()
-        flat = tuple(part.view(-1) for part in stored)
+        flat = stored[0].view(-1), *stored[1:]
         master = None if state.master_weight is None else _host_tensor(state.master_weight)
         weight = WeightSlice(self._states.formats.of(flat), flat, master, entry.role.shape)
         grad_P = None if entry.grad is None else _host_tensor(entry.grad)

@@ -7,6 +7,7 @@ rounding draws from the device's global random stream, which the caller seeds.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, dequantize, quantize
 from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize, num_groups
 from hybridkernels.int8_quantize.reference import LARGEST_CODE, SMALLEST_SCALE
 from hybridkernels.nf4 import Nf4Sizes, nf4_dequantize, nf4_quantize
+from hybridkernels.scaled_matmul import quantize_rows
 from hybridtrain.dtypes import to_torch_dtype
 from hybridtrain.plan.memory_plan import DynamicRange, PhasePlan
 from hybridtrain.plan.placement import Codec
@@ -167,21 +169,25 @@ def _random16(value_P: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Int8Codes:
-    """8-bit codes from -127 to 127, evenly spaced, and a float32 scale per 256 of them."""
+    """8-bit codes from -127 to 127, evenly spaced, and a float32 scale per 256 of them or per row."""
 
     is_symmetric: bool = True
     """Whether ranges are symmetric about zero; otherwise each 256 codes also have a float32 zero point."""
-    of_tensor: bool = False
-    """Whether a whole matrix shares one range, its scale repeated per 256 codes."""
+    shared_by: DynamicRange = DynamicRange.GROUP
+    """What shares a range. A row's scales are (rows, 1); that of a whole matrix is repeated per 256 codes."""
 
     @property
     def name(self) -> str:
         """Name of the format in a checkpoint."""
-        return f"int8{'' if self.is_symmetric else '_affine'}{'_tensor' if self.of_tensor else ''}"
+        shared_by = "" if self.shared_by is DynamicRange.GROUP else f"_{self.shared_by}"
+        return f"int8{'' if self.is_symmetric else '_affine'}{shared_by}"
 
-    def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
-        """Return codes, scales, and zero points if asymmetric."""
-        groups = TensorSpec((num_groups(num_elements),), torch.float32)
+    def specs(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+        """Return codes, scales, and zero points if asymmetric, of a matrix."""
+        num_elements = prod(shape)
+        by_row = self.shared_by is DynamicRange.ROW
+        scales = (num_elements // shape[-1], 1) if by_row else (num_groups(num_elements),)
+        groups = TensorSpec(scales, torch.float32)
         return TensorSpec((num_elements,), torch.int8), *([groups] if self.is_symmetric else [groups, groups])
 
     def encode(
@@ -189,12 +195,19 @@ class Int8Codes:
     ) -> None:
         """Encode (P,) float32 values; new ranges unless static."""
         codes, scales, *middles = stored
+        if self.shared_by is DynamicRange.ROW:
+            assert not any((stochastic, static, middles)), "rows of codes beside a master or frozen"
+            found, scales_R = quantize_rows(value_P.view(scales.numel(), -1), "int8")
+            codes.copy_(found.view(-1))
+            scales.copy_(scales_R[:, None])
+            return
+        of_tensor = self.shared_by is DynamicRange.TENSOR
         if middles:
             if not static:
-                middles[0].copy_(_middles(value_P, self.of_tensor))
+                middles[0].copy_(_middles(value_P, of_tensor))
             value_P = value_P.clone()
             _add_to_groups(value_P, middles[0], -1.0)
-        if self.of_tensor and not static:
+        if of_tensor and not static:
             scale = torch.linalg.vector_norm(value_P, torch.inf) / LARGEST_CODE
             scales.copy_(torch.where(scale < SMALLEST_SCALE, 0.0, scale))
             static = True
@@ -203,6 +216,9 @@ class Int8Codes:
     def widen(self, stored: Sequence[Tensor], out_P: Tensor) -> None:
         """Dequantize in float32."""
         codes, scales, *middles = stored
+        if self.shared_by is DynamicRange.ROW:
+            torch.mul(codes.view(scales.numel(), -1), scales, out=out_P.view(scales.numel(), -1))
+            return
         if not middles or out_P.dtype == torch.float32:
             int8_dequantize(codes, scales, out_P)
             if middles:
@@ -236,9 +252,9 @@ def _add_to_groups(value_P: Tensor, added_G: Tensor, alpha: float) -> None:
 class Nf4Codes:
     """4-bit codes of normal quantiles with scales in 8 bits (2305.14314): 4.13 bits per value."""
 
-    def specs(self, num_elements: int) -> tuple[TensorSpec, ...]:
-        """Return codes, codes of scales, their scales and the mean scale."""
-        sizes = Nf4Sizes.of(num_elements)
+    def specs(self, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
+        """Return codes, codes of scales, their scales and the mean scale, of a matrix."""
+        sizes = Nf4Sizes.of(prod(shape))
         codes, scale_codes = (TensorSpec((size,), torch.uint8) for size in (sizes.codes, sizes.scale_codes))
         return codes, scale_codes, TensorSpec((sizes.scales,), torch.float32), TensorSpec((1,), torch.float32)
 
@@ -261,7 +277,7 @@ CODE_FORMATS: dict[Codec, CodeFormat] = {Codec.INT8_BLOCKS: Int8Codes(), Codec.N
 def code_format(plan: PhasePlan) -> CodeFormat | None:
     """Return the format in which a plan stores matrices as codes; None where it stores values."""
     if plan.weight.codec is Codec.INT8_BLOCKS:
-        return Int8Codes(plan.symmetric, plan.dynamic_range is DynamicRange.TENSOR)
+        return Int8Codes(plan.symmetric, plan.dynamic_range)
     return CODE_FORMATS.get(plan.weight.codec)
 
 
@@ -373,7 +389,7 @@ class Int8Weight(WeightFormat):
 
     def __init__(self, codes: Int8Codes, *, static_scales: bool) -> None:
         self.codes = codes
-        self.needs_whole = codes.of_tensor
+        self.needs_whole = codes.shared_by is not DynamicRange.GROUP
         self._is_static = static_scales
         self.rounds_stochastically = codes == Int8Codes() and not static_scales  # the op takes new scales
         self.saved_as = f"{codes.name}{'_static' if static_scales else ''}"
@@ -488,5 +504,7 @@ def weight_part(weight: StoredWeight, part: slice) -> StoredWeight:
     values, *scales = weight
     if part == slice(0, values.numel()) and values.dim() == 1:
         return weight
+    if any(scale.dim() > 1 for scale in scales):  # of rows, which a range may cut: a master has the values
+        return (values.view(-1)[part],)
     groups = slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
     return values.view(-1)[part], *(scale[groups] for scale in scales)

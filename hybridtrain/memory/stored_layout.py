@@ -30,7 +30,7 @@ class StoredLayout:
     def of(cls, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype, codes: CodeFormat | None) -> "StoredLayout":
         """Return the layout: codes for matrices if ``codes`` is given, values for the rest."""
         found = [
-            [(spec.shape, spec.dtype) for spec in codes.specs(torch.Size(shape).numel())]
+            [(spec.shape, spec.dtype) for spec in codes.specs(shape)]
             if codes is not None and len(shape) > 1
             else [(shape, dtype)]
             for shape in shapes
@@ -90,6 +90,11 @@ class _MatrixWidening:
     @property
     def is_done(self) -> bool:
         return self._slot.holder is self
+
+    @property
+    def row_codes(self) -> tuple[Tensor, Tensor] | None:
+        codes, *scales = self._stored
+        return (codes.view(self._view.shape), scales[0].view(-1)) if scales[0].dim() > 1 else None
 
     @property
     def layout(self) -> Hashable:

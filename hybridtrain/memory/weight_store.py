@@ -204,7 +204,7 @@ class WeightStore:
     def _make_value_slots(self, plan: PhasePlan) -> None:
         """Allocate the memory that codes are widened into: of the largest matrix, or of some blocks."""
         assert self.codes is not None, "widening of weights that are not codes"
-        if plan.widen_by is WidenBy.MATRIX:
+        if plan.widen_by is WidenBy.MATRIX or plan.multiplies_codes:
             size = max(prod(shape) for shape in self._shapes if len(shape) > 1) * self.compute_dtype.itemsize
             self._matrix_slot = MatrixSlot(self.codes, WeightSlot.new(self._copies, size, "values.0").flat)
             return

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from hybridtrain.models.low_bit import low_bit_linear
 from hybridtrain.models.ternary import ternary_linear
-from hybridtrain.models.widening import widened
+from hybridtrain.models.widening import widened, widening_of
 from hybridtrain.plan.memory_plan import LinearKind
 
 
@@ -32,12 +32,15 @@ class Linear(nn.Module):
 
     def multiply(self, x: Tensor, *, computes_output: bool = True) -> Tensor:
         """Return ``forward`` without the adapter."""
+        widen = widening_of(self.weight)
+        if self.kind is LinearKind.INT8 and widen is not None and widen.row_codes is not None:
+            return low_bit_linear(x, self.weight, self.bias, "int8", widen.row_codes, computes_output=computes_output)
         with widened(self.weight, is_read=self.kind is LinearKind.TERNARY or computes_output) as weight:
             if self.kind is LinearKind.TERNARY:
                 return ternary_linear(x, weight, self.bias, computes_output=computes_output)
             if self.kind is LinearKind.FULL:
                 return outputless_linear(x, weight, self.bias, computes_output=computes_output)
-            return low_bit_linear(x, weight, self.bias, kind=self.kind.value, computes_output=computes_output)
+            return low_bit_linear(x, weight, self.bias, self.kind.value, computes_output=computes_output)
 
 
 def outputless_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, computes_output: bool) -> Tensor:

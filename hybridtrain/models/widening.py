@@ -23,6 +23,10 @@ class Widen(Protocol):
         """Whether the values are present."""
 
     @property
+    def row_codes(self) -> tuple[Tensor, Tensor] | None:
+        """Codes of the matrix's shape, int8, and the scale of each row, float32; None: rows have no scale each."""
+
+    @property
     def layout(self) -> Hashable:
         """Hashable key of its effect, apart from values."""
 

@@ -62,6 +62,8 @@ class DynamicRange(StrEnum):
 
     GROUP = "group"
     """256 elements."""
+    ROW = "row"
+    """A row of a matrix, as 8-bit products take them."""
     TENSOR = "tensor"
     """A whole matrix."""
 
@@ -158,7 +160,7 @@ class PhasePlan:
     static_scales: bool = setting(False, "int8 weights keep their initial scales.")
     symmetric: bool = added(True, "Ranges of int8 weights are symmetric about zero; false: with a zero point.")
     dynamic_range: DynamicRange = added(
-        DynamicRange.GROUP, "Elements that share an int8 range: group, 256; tensor, a matrix."
+        DynamicRange.GROUP, "Elements that share an int8 range: group, 256; row, of a matrix; tensor, a matrix."
     )
     update_on: UpdateDevice = setting(UpdateDevice.DEVICE, "Device of the optimizer's arithmetic.")
     attention: Attention = added(Attention.FLASH, "flash: without storing the scores; unfused: separate ops.")
@@ -189,13 +191,27 @@ class PhasePlan:
     adapter_magnitude: bool = added(False, "Adapters also train each row's magnitude (DoRA).")
 
     @property
+    def multiplies_codes(self) -> bool:
+        """Whether 8-bit products take stored codes as they are, so that they are not dequantized."""
+        is_coded = self.weight.codec is Codec.INT8_BLOCKS and self.dynamic_range is DynamicRange.ROW
+        return is_coded and self.linear is LinearKind.INT8
+
+    @property
     def adapter_scale(self) -> float:
         """The scale of an adapter's output."""
         is_lora = self.adapter_scaling is AdapterScaling.LORA
         return self.adapter_alpha / (self.adapter_rank if is_lora else math.sqrt(self.adapter_rank))
 
     def __post_init__(self) -> None:
-        _refuse([*_value_faults(self), *_contradictions(self), *_kept_attention_faults(self), *_rank_faults(self)])
+        _refuse(
+            [
+                *_value_faults(self),
+                *_contradictions(self),
+                *_row_faults(self),
+                *_kept_attention_faults(self),
+                *_rank_faults(self),
+            ]
+        )
 
     def values(self) -> dict[str, PlanValue]:
         """Return all values by path, in the order of declaration."""
@@ -381,6 +397,16 @@ def _contradictions(plan: PhasePlan) -> Iterator[str]:
         yield "weight.codec: nf4 weights cannot be trained; add an optimization of kind 'lora', or use int8_weights."
 
 
+def _row_faults(plan: PhasePlan) -> Iterator[str]:
+    """Yield a sentence for each plan value that codes with a range per row do not support."""
+    if plan.weight.codec is not Codec.INT8_BLOCKS or plan.dynamic_range is not DynamicRange.ROW:
+        return
+    if plan.master.codec is Codec.ABSENT and not plan.adapter_rank:
+        yield "dynamic_range: codes by row are rounded from a master; set int8_weights' master = 'float32', or 'group'."
+    if plan.static_scales or not plan.symmetric:
+        yield "dynamic_range: codes by row have new symmetric ranges; drop static_scales and symmetric, or set 'group'."
+
+
 def _kept_attention_faults(plan: PhasePlan) -> Iterator[str]:
     if plan.keep_attention and plan.recompute_every != 1:
         yield f"keep_attention: needs gradient_checkpointing's recompute_every = 1, not {plan.recompute_every}."
@@ -392,9 +418,9 @@ def _rank_faults(plan: PhasePlan) -> Iterator[str]:
     """Yield a sentence for each plan value that cannot be sharded or split into stages."""
     if plan.zero_stage and plan.update_on is UpdateDevice.HOST:
         yield "zero_stage: updates on the host need whole parameters; set optimizer_offload's update_on = 'device'."
-    if plan.zero_stage and plan.dynamic_range is DynamicRange.TENSOR:
+    if plan.zero_stage and plan.dynamic_range is not DynamicRange.GROUP:
         yield (
-            "dynamic_range: ranks update parts of a matrix, which cannot share one range; set "
+            "dynamic_range: ranks update parts of a matrix, which cannot share a range; set "
             "int8_weights' dynamic_range = 'group', or drop zero."
         )
     if plan.zero_stage == 3 and plan.weight.placement is Placement.DEVICE:

@@ -71,10 +71,12 @@ def _coded(codec: Codec) -> MatrixFormat:
     codes = CODE_FORMATS[codec]
 
     def num_bytes(shape: tuple[int, ...]) -> int:
-        return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in codes.specs(math.prod(shape)))
+        return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in codes.specs(shape))
 
     def rounded(value: Tensor) -> Tensor:
-        stored = [torch.empty(spec.shape, dtype=spec.dtype, device=value.device) for spec in codes.specs(value.numel())]
+        stored = [
+            torch.empty(spec.shape, dtype=spec.dtype, device=value.device) for spec in codes.specs(tuple(value.shape))
+        ]
         codes.encode(value.view(-1), stored)
         found = torch.empty_like(value)
         codes.widen(stored, found.view(-1))

@@ -119,6 +119,15 @@ STREAMED_STACKS: dict[str, list[Optimization]] = {
         Int8Weights(symmetric=False, dynamic_range=DynamicRange.TENSOR),
         MixedPrecision(),
     ],
+    "int8-rows-multiplied-streamed": [
+        Int8Weights(dynamic_range=DynamicRange.ROW),
+        LowBitMatmul(format="int8"),
+        MixedPrecision(),
+        WeightStreaming(),
+        OptimizerOffload(),
+    ],
+    "int8-rows-multiplied-frozen": [Int8Weights(dynamic_range=DynamicRange.ROW), LowBitMatmul(format="int8"), Lora()],
+    "int8-rows-updated-on-host": [Int8Weights(dynamic_range=DynamicRange.ROW), OptimizerOffload(update_on="host")],
     "int8-static-one-slot": [
         Int8Weights(master="absent", static_scales=True),
         WeightStreaming(max_active_layers=1),

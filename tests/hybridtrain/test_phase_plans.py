@@ -201,6 +201,7 @@ SAME: dict[str, tuple[str, list[Optimization]]] = {
     "int8-static": ("fp32", [replace(INT8, static_scales=True), PredictMemory()]),
     "int8-affine": ("fp32", [replace(INT8, symmetric=False), PredictMemory()]),
     "int8-tensor": ("bf16", [replace(INT8, dynamic_range=DynamicRange.TENSOR), PredictMemory()]),
+    "int8-row": ("bf16", [replace(INT8, dynamic_range=DynamicRange.ROW), PredictMemory()]),
     "int8-away": ("fp32", [INT8, PredictMemory()]),
     "int8-streamed": ("fp32", [INT8, STREAMED_PREDICT]),
     "int8-after-disk": ("fp32", [INT8, FROM_DISK]),

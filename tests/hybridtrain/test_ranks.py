@@ -220,7 +220,7 @@ def test_what_ranks_cannot_do_is_refused_with_its_reason(name: str) -> None:
     [
         ((Zero(stage=1), OptimizerOffload(update_on="host")), "the host need whole parameters"),
         ((Zero(stage=3),), "add weight_streaming"),
-        ((Zero(), Int8Weights(dynamic_range=DynamicRange.TENSOR)), "cannot share one range;"),
+        ((Zero(), Int8Weights(dynamic_range=DynamicRange.TENSOR)), "cannot share a range;"),
         ((Zero(stage=3), WeightStreaming(), Lora()), "lora freezes;"),
         ((Zero(stage=3, prefetch=2), WeightStreaming()), "zero_prefetch: 2 needs zero's"),
         ((Zero(stage=3, prefetch=1), WeightStreaming(tier="disk")), "weights on disk cannot be gathered ahead;"),

@@ -83,6 +83,11 @@ STORAGE: dict[str, list[Optimization]] = {
         Int8Optimizer(),
     ],
     "int8-weights-bf16": [Int8Weights(), MixedPrecision()],
+    "int8-rows-multiplied": [
+        Int8Weights(dynamic_range=DynamicRange.ROW),
+        LowBitMatmul(format="int8"),
+        MixedPrecision(),
+    ],
     "int8-all": [Int8Weights(), MixedPrecision(master="absent"), Int8Optimizer()],
     "int8-factored": [Int8Weights(), MixedPrecision(master="absent"), ADAFACTOR],
 }

@@ -21,11 +21,15 @@ from numerics import assert_bitwise
 from tiny_models import GPT2_UNTIED, random_steps
 from training_history import stored_weights
 
-ALL = [Int8Codes(symmetric, of_tensor) for symmetric in (True, False) for of_tensor in (False, True)]
+ALL = [
+    Int8Codes(symmetric, shared_by)
+    for symmetric in (True, False)
+    for shared_by in (DynamicRange.GROUP, DynamicRange.TENSOR)
+]
 
 
 def empty(codes: Int8Codes, count: int) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in codes.specs(count))
+    return tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in codes.specs((count,)))
 
 
 def written(codes: Int8Codes, value_P: Tensor) -> tuple[Tensor, ...]:
@@ -52,10 +56,8 @@ def test_values_come_back_within_half_a_step_of_their_range(
     stored = written(codes, value_P)
     assert_bitwise(value_P, before, "what was encoded")
     assert stored[0].abs().max() <= 127
-    groups = [value_P] if codes.of_tensor else list(value_P.split(GROUP_SIZE))
-    errors = (
-        [widened(codes, stored) - value_P] if codes.of_tensor else (widened(codes, stored) - value_P).split(GROUP_SIZE)
-    )
+    height = GROUP_SIZE if codes.shared_by is DynamicRange.GROUP else count
+    groups, errors = (values_P.split(height) for values_P in (value_P, widened(codes, stored) - value_P))
     for group_S, error_S in zip(groups, errors, strict=True):
         reach = group_S.abs().max() if codes.is_symmetric else (group_S.max() - group_S.min()) / 2
         # Half a step, and the rounding of a middle, a difference and a sum in float32.
@@ -72,11 +74,26 @@ def test_the_usual_codes_are_those_of_the_kernel() -> None:
 
 def test_a_matrix_shares_one_range() -> None:
     value_P = torch.cat([torch.full((GROUP_SIZE,), 0.25), torch.linspace(-3.0, 1.0, GROUP_SIZE)])
-    _, scales, *_ = written(Int8Codes(of_tensor=True), value_P)
+    _, scales, *_ = written(Int8Codes(shared_by=DynamicRange.TENSOR), value_P)
     assert scales.tolist() == [torch.tensor(3.0).div(127).item()] * 2
-    _, scales, middles = written(Int8Codes(is_symmetric=False, of_tensor=True), value_P)
+    _, scales, middles = written(Int8Codes(False, DynamicRange.TENSOR), value_P)
     assert scales.tolist() == [torch.tensor(2.0).div(127).item()] * 2
     assert middles.tolist() == [-1.0] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_its_own_range(dtype: torch.dtype) -> None:
+    codes, value_FD = Int8Codes(shared_by=DynamicRange.ROW), torch.randn(3, 100) * torch.tensor([[1.0], [1e-3], [0.0]])
+    stored = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in codes.specs((3, 100)))
+    codes.encode(value_FD.view(-1), stored)
+    assert stored[1].shape == (3, 1)
+    found_FD = widened(codes, stored, dtype).view(3, 100)
+    largest_F1 = value_FD.abs().amax(1, keepdim=True)
+    rounding = torch.finfo(dtype).eps * largest_F1
+    assert ((found_FD.float() - value_FD).abs() <= 0.5 * largest_F1 / 127 + rounding).all()
+    value_FD[1, 7] = torch.nan
+    codes.encode(value_FD.view(-1), stored)
+    assert widened(codes, stored).view(3, 100).isnan().all(1).tolist() == [False, True, False]
 
 
 def test_a_middle_halves_the_step_of_values_on_one_side_and_keeps_constants_exact() -> None:
