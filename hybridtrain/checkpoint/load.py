@@ -223,7 +223,7 @@ class _Loader:
             master_P: Tensor | None
             if is_same and storage.is_coded:
                 values, coded = tensors[: -len(target)], tensors[-len(target) :]
-                for stored, read in zip(target, _read_codes(coded, part, is_whole=storage.needs_whole), strict=True):
+                for stored, read in zip(target, _read_codes(coded, part), strict=True):
                     stored.copy_(read.view(stored.shape))
                 master_P = values[0].read(part) if values else None
             else:
@@ -301,11 +301,12 @@ def _weight_values(tensors: Sequence[FileTensor], saved_as: str, part: slice) ->
     return values_P
 
 
-def _read_codes(tensors: Sequence[FileTensor], part: slice, *, is_whole: bool = False) -> tuple[Tensor, ...]:
-    """Return a range of codes, with the saved scales of their groups, or all of them."""
-    groups = slice(None) if is_whole else slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
+def _read_codes(tensors: Sequence[FileTensor], part: slice) -> tuple[Tensor, ...]:
+    """Return a range of codes, with the saved scales of their groups; all scales of rows, which a range may cut."""
+    groups = slice(part.start // GROUP_SIZE, -(-part.stop // GROUP_SIZE))
     codes, *others = tensors
-    return codes.read(part), *(other.read(groups) for other in others)
+    of_rows = slice(0, others[0].shape[0])
+    return codes.read(part), *(other.read(of_rows if len(other.shape) > 1 else groups) for other in others)
 
 
 def _write(stored: Stored, part: slice, content_P: Tensor) -> None:

@@ -31,7 +31,7 @@ from hybridtrain.optimizations import (
 from hybridtrain.phase import Phase
 from hybridtrain.plan.compose import Optimization, compose
 from hybridtrain.plan.memory_plan import DynamicRange, UpdateDevice
-from hybridtrain.plan.placement import Placement
+from hybridtrain.plan.placement import Codec, Placement
 from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer_config import TrainerConfig
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, find_peak
@@ -321,7 +321,7 @@ def assert_moved(stack: str, transfer: VirtualTransfer, trace: LedgerTrace) -> N
     ):
         if cell.placement in below:
             below[cell.placement].add(tensor_class)
-    if "MixedPrecision" in repr(STREAMED_STACKS[stack]) and plan.master.placement in below:
+    if plan.master.codec is not Codec.ABSENT and plan.master.placement in below:
         below[plan.master.placement].add(TensorClass.MASTER)
     if plan.update_on is UpdateDevice.HOST:
         below[Placement.HOST].add(TensorClass.WEIGHT)  # what the device keeps has a copy where it is updated

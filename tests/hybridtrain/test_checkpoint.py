@@ -42,6 +42,7 @@ from hybridtrain.optimizations import (
     WeightStreaming,
 )
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.memory_plan import DynamicRange
 from hybridtrain.tensor_file import TensorFileWriter
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import LrSchedule, TrainerConfig
@@ -58,6 +59,7 @@ STACKS: dict[str, list[Optimization]] = {
     "absent": [MixedPrecision(master="absent")],
     "int8": [Int8Optimizer(), GradientCheckpointing(recompute_every=1)],
     "absent-int8": [MixedPrecision(master="absent"), Int8Optimizer()],
+    "int8-rows": [MixedPrecision(), Int8Weights(dynamic_range=DynamicRange.ROW)],
 }
 NUM_STEPS = 5
 
@@ -525,6 +527,7 @@ OTHERS: dict[str, tuple[list[Optimization], bool]] = {
     "disk": ([MixedPrecision(), WeightStreaming(tier="disk"), OptimizerOffload(tier="disk")], True),
     "on-host": ([MixedPrecision(), OptimizerOffload(update_on="host")], True),
     "int8-weights": ([MixedPrecision(), Int8Weights()], True),
+    "int8-rows": ([MixedPrecision(), Int8Weights(dynamic_range=DynamicRange.ROW)], True),
     "int8-states": ([MixedPrecision(), Int8Optimizer()], False),
     "bf16-states": ([MixedPrecision(), Bf16Optimizer()], False),
     "no-master": ([MixedPrecision(master="absent")], False),
@@ -541,7 +544,7 @@ def test_a_state_goes_on_under_another_stack(tmp_path: Path, name: str) -> None:
     load_checkpoint(other, tmp_path / "a", say=said.append)
     told = [line for line in said if line.startswith("converted: ")]
     assert all("all values exact" in line for line in told) is is_exact, told
-    assert [line for line in said if line.startswith("changed: plan.")] or name == "int8-weights"
+    assert [line for line in said if line.startswith("changed: plan.")] or name in {"int8-weights", "int8-rows"}
     before = {name: value.clone() for name, value in exact(saved_run).items()}
     for key, value in exact(other).items():
         if is_exact or name.endswith("states"):

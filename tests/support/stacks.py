@@ -17,6 +17,7 @@ from hybridtrain.optimizations import (
     GradientCheckpointing,
     Int8Optimizer,
     Int8Weights,
+    LowBitMatmul,
     MixedPrecision,
     OptimizerOffload,
     WeightStreaming,
