@@ -1,4 +1,4 @@
-"""8-bit weights: matrices of the blocks in int8, with a scale per 256 elements or one range per matrix."""
+"""8-bit weights: matrices of the blocks in int8, with a range per 256 elements, per row or per matrix."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class Int8Weights(Optimization):
     """Whether ranges are symmetric about zero. false: a zero point per 256 elements (4 bytes more), better for
     one-sided values."""
     dynamic_range: DynamicRange = added_field(DynamicRange.GROUP)
-    """group: 256 elements share a range. tensor: a whole matrix shares one and is updated in one piece; coarser, and no
-    smaller, as the scale is stored per 256 elements."""
+    """group: 256 elements share a range. row: a row of a matrix does, and int8 matmuls take the codes as they are.
+    tensor: a whole matrix does, which is coarser. With row and tensor a matrix is updated in one piece."""
     widen_by: WidenBy = added_field(WidenBy.BLOCK)
     """Unit of dequantization. block: once per visit. matrix: one at a time, again in the backward pass."""
     active_phases: tuple[Phase, ...] = tuple(Phase)

@@ -14,10 +14,12 @@ from typing import Literal
 
 from hybridtrain.errors import OutOfMemoryError
 from hybridtrain.models.model_config import block_params
+from hybridtrain.optimizations.int8_weights import Int8Weights
 from hybridtrain.optimizations.lora import Lora
 from hybridtrain.optimizations.mixed_precision import MixedPrecision
 from hybridtrain.optimizations.nf4_weights import Nf4Weights
 from hybridtrain.optimizations.tiled_mlp import TiledMlp
+from hybridtrain.plan.memory_plan import DynamicRange
 from hybridtrain.planning.candidates import (
     ARRANGEMENTS,
     CUT_ARRANGEMENTS,
@@ -64,6 +66,11 @@ _ADAPTERS: dict[Method, Numerics] = {
         (Lora(), Nf4Weights(), MixedPrecision()), 0.52, 0, "float32",
     ),
 }  # fmt: skip
+_LORA_OF_CODES = Numerics(
+    "lora-int8", "LoRA, 8-bit", "adapters of rank 16 beside every matrix, frozen 8-bit weights, multiplied as stored",
+    (Lora(), Int8Weights(dynamic_range=DynamicRange.ROW), MixedPrecision()), 1, 0, "float32",
+)  # fmt: skip
+"""Where int8 products take codes as they are."""
 _ADAPTER_ARRANGEMENTS = (ARRANGEMENTS[0], Arrangement("weights on the host", streams=True))
 _DISK_ARRANGEMENTS = (
     Arrangement("state on disk", streams=True, offloads_state=True, on_disk=("state",)),
@@ -217,7 +224,7 @@ def best_option(options: Sequence[TrainingOption]) -> TrainingOption | None:
         return None
     fastest = max(fitting, key=speed)
     alike = [other for other in fitting if other.method == fastest.method and speed(other) >= AS_FAST * speed(fastest)]
-    places = {level.name: place for place, level in enumerate(levels_of(fastest.method))}
+    places = {level.name: place for place, level in enumerate(levels_of(fastest.method, "int8"))}
     return min(alike, key=lambda option: places[option.candidate.level.name.partition("_")[0]])
 
 
@@ -329,14 +336,16 @@ def precisions(names: Collection[str], matmul: Matmul = "full") -> list[tuple[Me
 
     ``matmul`` multiplies each of them in 8 bits; their names say so.
     """
-    every = [(method, level) for method in METHODS for level in levels_of(method)]
+    every = [(method, level) for method in METHODS for level in levels_of(method, matmul)]
     chosen = [(method, level) for method, level in every if method in names or level.name in names]
     return chosen if matmul == "full" else [(method, in_low_bit(level, matmul)) for method, level in chosen]
 
 
-def levels_of(method: Method) -> tuple[Numerics, ...]:
+def levels_of(method: Method, matmul: Matmul = "full") -> tuple[Numerics, ...]:
     """Return the precisions of a method, the most exact first."""
-    return LEVELS if method == "full" else (_ADAPTERS[method],)
+    if method == "full":
+        return LEVELS
+    return (_ADAPTERS[method], _LORA_OF_CODES) if (method, matmul) == ("lora", "int8") else (_ADAPTERS[method],)
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ class ShortRuns:
         few = min(candidate.num_micro_batches, most)
         key = (
             _of_few_blocks(request.model), request.seq_len, candidate.world, few, arrangement,
-            candidate.micro_batch_size, level.accumulator, level.weight_bytes, level.trains_adapters,
+            candidate.micro_batch_size, level.accumulator, level.weight_bytes, level.trains_adapters, request.matmul,
             request.card.has_bfloat16_tensor_cores,  # decides on the kernels
         )  # fmt: skip
         if key not in self._passes:

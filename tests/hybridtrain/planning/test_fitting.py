@@ -254,9 +254,8 @@ def test_tiles_are_tried_where_a_long_sequence_does_not_fit_otherwise() -> None:
 @pytest.mark.parametrize("cards", [1, 2])
 def test_adapters_beside_8_bit_products_are_arranged_as_other_adapters(cards: int) -> None:
     asked = replace(request(2048, 4), world=World(size=cards), matmul="int8")
-    for _, level in precisions(["lora", "qlora"], "int8"):
-        plain = level.name.partition("_")[0]
-        assert tiers_of(asked, level) == tiers_of(asked, next(each for _, each in precisions([plain])))
+    for method, level in precisions(["lora", "qlora"], "int8"):
+        assert tiers_of(asked, level) == tiers_of(asked, next(each for _, each in precisions([method])))
     assert least(asked, methods=["lora"])[0].fits
 
 
