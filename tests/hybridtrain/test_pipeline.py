@@ -21,6 +21,7 @@ from hybridtrain.optimizations import (
     Int8Optimizer,
     Int8Weights,
     Lora,
+    LowBitMatmul,
     MixedPrecision,
     OptimizerOffload,
     Pipeline,
@@ -30,6 +31,7 @@ from hybridtrain.optimizations import (
     Zero,
 )
 from hybridtrain.plan.compose import Optimization, compose
+from hybridtrain.plan.memory_plan import DynamicRange
 from hybridtrain.plan.placement import Placement
 from hybridtrain.planning.dry_runs import record_steps
 from hybridtrain.trainer import Trainer
@@ -69,6 +71,10 @@ CASES = {
     "lora": Case("gpt2-4", 2, (Lora(), MixedPrecision())),
     "kept-attention": Case(
         "llama-5", 2, (GradientCheckpointing(recompute_every=1, keep_attention=True), ActivationOffload())
+    ),
+    "low-bit-full-ends": Case("llama-5", 2, (LowBitMatmul(format="int8", full_ends=1),)),
+    "int8-rows-multiplied": Case(
+        "llama-5", 2, (LowBitMatmul(format="int8"), Int8Weights(dynamic_range=DynamicRange.ROW), WeightStreaming())
     ),
     "tiled": Case("llama-5", 2, (CHECKPOINTED, VERTICAL, TiledMlp(mlp_tile_tokens=5))),
 }
