@@ -120,7 +120,9 @@ def run_whole(python: PythonCommand, gpu: VirtualGpu, failed_step: int) -> Whole
         capacity_bytes=least_capacity(run.trace, whole.config),
         num_steps=whole.steps_done,
         largest=_largest(run.trace, notes.allocated_at),
-        savings=savings(run.trace, whole.config, float32_state=whole.float32_state, can_fuse=whole.can_fuse),
+        savings=savings(
+            run.trace, whole.config, gpu.card, float32_state=whole.float32_state, can_fuse=whole.can_fuse
+        ),
         growth=whole.basis().growth,
         problem=problem,
     )  # fmt: skip

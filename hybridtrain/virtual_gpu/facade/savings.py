@@ -3,6 +3,7 @@
 What each technique changes:
 
     gradient checkpointing   a block's forward pass keeps its result alone; its events come again before its backward
+    ... of some blocks       likewise of those that cost least time, where not all are needed to fit
     half the batch           what a step allocates and releases of activations has half the size
     8-bit optimizer state    float32 state of 4096 values or more takes a byte per value, and 4 bytes per 256 values
     fused optimizer          the update has no temporaries
@@ -11,22 +12,27 @@ What each technique changes:
 Blocks are the numbered children of a module, as ``layers.3``. Bytes are counted; that a batch can be halved is not.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StepMark
 from hybridtrain.virtual_gpu.account.op_record import Lane, Stage
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import AllocatorOutOfMemory, CachingAllocator
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
+from hybridtrain.virtual_gpu.cards.card import Card
+from hybridtrain.virtual_gpu.cards.kernels import KernelTimes, curves_of
 
 _PRECISION = 128
 """The least capacity is found to one part of so many."""
 _BLOCK_OF_STATE = 256
 """Values with one float32 scale, and sizes from which state is quantized (bitsandbytes/optim/optimizer.py)."""
 LEAST_STATE = 4096
+_TRIES = 4
+"""Choices of blocks to checkpoint: the allocator may need a little more than their bytes say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +71,14 @@ def _play(trace: LedgerTrace, config: AllocatorConfig | None, capacity: int | No
 
 
 def savings(
-    trace: LedgerTrace, config: AllocatorConfig | None, *, float32_state: Collection[int], can_fuse: bool
+    trace: LedgerTrace, config: AllocatorConfig | None, card: Card, *, float32_state: Collection[int], can_fuse: bool
 ) -> tuple[Saving, ...]:
     """Return the techniques that would lower a run's need, the largest saving first.
 
     Args:
         trace: Of a whole run.
         config: Settings of its allocator.
+        card: What the run is to fit on.
         float32_state: Storages of optimizer state in float32, of ``LEAST_STATE`` values or more.
         can_fuse: Whether an optimizer has an unused argument ``fused``.
     """
@@ -89,6 +96,8 @@ def savings(
         for name, change in changes.items()
         if (changed := change(trace)) != trace
     ]
+    partly = _of_some_blocks(trace, config, card, needed)
+    found += [] if partly is None else [partly]
     if not config.expandable_segments:
         expandable = replace(config, expandable_segments=True)
         found.append(Saving(technique="expandable_segments:True", capacity_bytes=least_capacity(trace, expandable)))
@@ -165,15 +174,23 @@ def _block(unit: str) -> str:
     return "" if number is None else ".".join(parts[: number + 1])
 
 
-def checkpointed(trace: LedgerTrace) -> LedgerTrace:
-    """Return the trace of the same run with gradient checkpointing of every block.
+@dataclass(frozen=True, slots=True)
+class _Recomputation:
+    """A forward pass of a block that checkpointing would run again."""
+
+    forward: _Pass
+    saved: frozenset[int]
+    """Storages that would be released after it."""
+    place: int
+    """Event before which it would run again."""
+
+
+def _recomputations(trace: LedgerTrace, ends: Mapping[int, int]) -> Iterator[_Recomputation]:
+    """Yield what checkpointing of every block would run again; ``ends``: the place of each storage's release.
 
     The last storage of a forward pass that stays is its result. Recomputation does not make it again, as torch stops
     when it has what the backward pass needs.
     """
-    ends = {~entry: position for position, entry in enumerate(trace.events) if entry < 0}
-    added, renamed = defaultdict[int, list[int]](list), dict[int, int]()
-    copied = list[int]()
     open_passes = defaultdict[str, list[_Pass]](list)
     for one in _passes(trace):
         if one.stage is Stage.FORWARD:
@@ -184,16 +201,86 @@ def checkpointed(trace: LedgerTrace) -> LedgerTrace:
         entries = trace.events[forward.events.start : forward.events.stop]
         stays = [e for e in entries if e >= 0 and ends.get(e, now) >= forward.events.stop]
         saved = {i for i in stays[:-1] if ends.get(i, -1) >= now and trace.classes[i] is TensorClass.ACTIVATION}
-        if forward.step != one.step or not saved:
+        if forward.step == one.step and saved:
+            yield _Recomputation(forward, frozenset(saved), now)
+
+
+def _ends(trace: LedgerTrace) -> dict[int, int]:
+    return {~entry: position for position, entry in enumerate(trace.events) if entry < 0}
+
+
+def checkpointed(trace: LedgerTrace, blocks: Collection[str] | None = None) -> LedgerTrace:
+    """Return the trace of the same run with gradient checkpointing of some blocks; None: of every one."""
+    ends = _ends(trace)
+    added, renamed = defaultdict[int, list[int]](list), dict[int, int]()
+    copied = list[int]()
+    for one in _recomputations(trace, ends):
+        forward, saved = one.forward, one.saved
+        if blocks is not None and forward.block not in blocks:
             continue
+        entries = trace.events[forward.events.start : forward.events.stop]
         first = len(trace.sizes) + len(copied)
         made = [e for e in entries if e in saved or (e >= 0 and ends.get(e, -1) in forward.events)]
         again = {index: first + place for place, index in enumerate(made)}
         copied += made
         added[forward.events.stop] += [~index for index in saved]
-        added[now] += [again[e] if e >= 0 else ~again[~e] for e in entries if max(e, ~e) in again]
+        added[one.place] += [again[e] if e >= 0 else ~again[~e] for e in entries if max(e, ~e) in again]
         renamed |= {index: again[index] for index in saved}
     return _inserted(_copied(trace, copied), added, renamed)
+
+
+def _of_some_blocks(trace: LedgerTrace, config: AllocatorConfig, card: Card, needed: int) -> Saving | None:
+    """Return gradient checkpointing of the blocks that cost least time and let the run fit; None: all or nothing does.
+
+    Args:
+        trace: Of a whole run.
+        config: Settings of its allocator.
+        card: What it is to fit on, with the card's margin free.
+        needed: Reserved bytes that the run needs as it is.
+    """
+    goal = card.memory_bytes - card.margin_bytes - card.context_bytes
+    times = KernelTimes(card, curves_of(card))
+    ops = [op for op in trace.ops if op.lane is Lane.COMPUTE]
+    events = [op.event for op in ops]
+    until = [0.0, *accumulate(max(times.seconds(op)[:2]) for op in ops)]
+    bytes_of, seconds_of = Counter[str](), defaultdict[str, float](float)
+    for one in sorted(_recomputations(trace, _ends(trace)), key=lambda one: one.forward.events.start):
+        block = one.forward.block
+        bytes_of[block] = max(bytes_of[block], sum(trace.sizes[index] for index in one.saved))
+        first, stop = (bisect_left(events, event) for event in (one.forward.events.start, one.forward.events.stop))
+        seconds_of[block] += until[stop] - until[first]
+    blocks, missing = list(bytes_of), needed - goal
+    for _ in range(_TRIES):
+        chosen = cheapest([bytes_of[block] for block in blocks], [seconds_of[block] for block in blocks], missing)
+        if not 0 < len(chosen) < len(blocks):
+            return None
+        some = [blocks[place] for place in chosen]
+        capacity = least_capacity(checkpointed(trace, some), config)
+        if capacity <= goal:
+            more = sum(seconds_of[block] for block in some) / until[-1]
+            which = f"{some[0]} to {some[-1]}" if chosen == list(range(chosen[0], chosen[-1] + 1)) else ", ".join(some)
+            told = f"{len(some)} of {len(blocks)} blocks, about {100 * more:.0f} % more time"
+            return Saving(technique=f"gradient checkpointing of {which} ({told})", capacity_bytes=capacity)
+        missing = sum(bytes_of[block] for block in some) + capacity - goal
+    return None
+
+
+def cheapest(gains: Sequence[int], costs: Sequence[float], least: int) -> list[int]:
+    """Return the places of items whose gains reach ``least`` at the lowest cost; empty: no choice does.
+
+    An exact 0/1 knapsack, of equal choices the one with the first items.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415  most runs fit, and need no second for it
+
+    if not costs or least <= 0:
+        return []
+    unit = max(costs) or 1.0
+    found = milp(
+        [cost / unit + 1e-6 * (place + 1) for place, cost in enumerate(costs)],
+        constraints=LinearConstraint([[gain / least for gain in gains]], lb=1.0), integrality=1, bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 0.0},
+    )  # fmt: skip
+    return [] if found.x is None else [place for place, taken in enumerate(found.x) if taken > 0.5]
 
 
 def _copied(trace: LedgerTrace, storages: Sequence[int]) -> LedgerTrace:

@@ -1,16 +1,21 @@
 """What a script needs that ran out of memory, and what would lower it."""
 
 import json
+import re
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridtrain.cli.main import main
 from hybridtrain.run import virtual_run
 from hybridtrain.run.second_run import Begin, WholeRun, run_whole
 from hybridtrain.virtual_gpu import VirtualGpu
 from hybridtrain.virtual_gpu.facade.launchers import PythonCommand
+from hybridtrain.virtual_gpu.facade.savings import cheapest
 
 MIB = 2**20
 CARD = """
@@ -28,7 +33,8 @@ import sys
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-rows, checkpoints = int(sys.argv[1]), "ck" in sys.argv
+rows = int(sys.argv[1])
+first, last = next((word[2:].split("-") for word in sys.argv if word.startswith("ck")), ("9", "9"))
 
 
 class Block(nn.Module):
@@ -46,8 +52,8 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(6))
 
     def forward(self, x):
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if checkpoints else layer(x)
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if int(first) <= number <= int(last) else layer(x)
         return x
 
 
@@ -90,7 +96,7 @@ def test_what_the_whole_run_needs_is_the_least_card_on_which_it_fits(plan: Plann
     needed = failed["whole_run"]["needed_bytes"]
     assert failed["oom"] is not None
     assert failed["whole_run"]["missing_bytes"] == needed - 800 * MIB
-    assert failed["basis"]["ended_at"].endswith("train.py:15")
+    assert failed["basis"]["ended_at"].endswith("train.py:16")
     assert plan(-(-needed // MIB), BLOCKS, "4096")["fits"]
     assert not plan(int(0.97 * needed) // MIB, BLOCKS, "4096")["fits"], "the need is found to 1 %"
 
@@ -98,12 +104,47 @@ def test_what_the_whole_run_needs_is_the_least_card_on_which_it_fits(plan: Plann
 def test_each_technique_saves_what_the_script_saves_with_it(plan: Planner) -> None:
     told = plan(800, BLOCKS, "4096")["whole_run"]["with"]
     for technique, arguments in {
-        "gradient checkpointing": ("4096", "ck"),
+        "gradient checkpointing": ("4096", "ck0-5"),
         "half the batch": ("2048",),
     }.items():
         needed = plan(500, BLOCKS, *arguments)["whole_run"]["needed_bytes"]
         assert told[technique] == pytest.approx(needed, rel=0.04), "blocks' results are freed in another order"
     assert max(told, key=told.get) != "gradient checkpointing"
+
+
+def test_of_some_blocks_those_are_told_with_which_the_run_fits(plan: Planner) -> None:
+    mib = 900
+    told = plan(mib, BLOCKS, "4096")["whole_run"]["with"]
+    (some,) = [re.fullmatch(r"gradient checkpointing of layers.(\d) to layers.(\d) \((\d) of 6 blocks, .*\)", name)
+               for name in told if " of " in name]  # fmt: skip
+    assert some is not None
+    first, last, count = map(int, some.groups())
+    assert 0 < count == last - first + 1 < 6
+    fewer, as_told = (plan(mib, BLOCKS, "4096", f"ck{first}-{end}") for end in (last - 1, last))
+    assert fewer["verdict"] != "fits"
+    assert as_told["verdict"] == "fits"
+    assert told[some[0]] == pytest.approx(as_told["peak_device_bytes"], rel=0.05)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    items=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=9),
+    share=st.floats(0.01, 1.2),
+)
+def test_the_choice_of_blocks_is_the_cheapest_of_all(items: list[tuple[int, int]], share: float) -> None:
+    gains, costs = zip(*items, strict=True)
+    least = max(1, int(share * sum(gains)))
+    enough = [
+        sum(costs[place] for place in chosen)
+        for size in range(1, len(items) + 1)
+        for chosen in combinations(range(len(items)), size)
+        if sum(gains[place] for place in chosen) >= least
+    ]
+    found = cheapest(gains, costs, least)
+    assert bool(found) == bool(enough)
+    if enough:
+        assert sum(gains[place] for place in found) >= least
+        assert sum(costs[place] for place in found) == min(enough)
 
 
 def test_a_fused_update_and_8_bit_state_are_told_where_they_save(plan: Planner) -> None:
