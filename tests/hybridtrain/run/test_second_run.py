@@ -123,7 +123,7 @@ def test_of_some_blocks_those_are_told_with_which_the_run_fits(plan: Planner) ->
     fewer, as_told = (plan(mib, BLOCKS, "4096", f"ck{first}-{end}") for end in (last - 1, last))
     assert fewer["verdict"] != "fits"
     assert as_told["verdict"] == "fits"
-    assert told[some[0]] == pytest.approx(as_told["peak_device_bytes"], rel=0.05)
+    assert told[some[0]] == pytest.approx(as_told["device_used_bytes"], rel=0.05)
 
 
 @settings(max_examples=200, deadline=None)
