@@ -64,9 +64,9 @@ def _attention_table(settings: _Settings) -> None:
     library, name = import_module("transformers"), settings["model"]
     config, model, changed = _MODELS[name]
     made = getattr(library, model)._from_config(
-        getattr(library, config)(**changed), dtype=torch.float16, attn_implementation=settings["attention"]
+        getattr(library, config)(**changed), attn_implementation=settings["attention"]
     )
-    made.to("cuda").train()
+    made.to("cuda", torch.float16).train()  # the argument's name differs by version
     size = (settings["batch"], settings["length"])
     inputs = {"input_ids": torch.randint(made.config.vocab_size - 1, size, device="cuda")}
     if name not in _WITHOUT_MASK:
