@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from hybridtrain.errors import HybridTrainError
 from hybridvalidation.child import ChildResult
-from hybridvalidation.experiment import Experiment, answer_of, begin_header, in_children
+from hybridvalidation.experiment import Experiment, answer_of, begin_header, in_children, missing_package, versions_of
 from hybridvalidation.records.outcome import Evidence, Outcome
 from hybridvalidation.records.record import Record
 from hybridvalidation.records.store import read_lines
@@ -99,6 +100,14 @@ def test_cases_whose_packages_are_missing_are_left() -> None:
     experiment = squares(one_by_one, packages=lambda case: ("no-such-package",) * (case == 1))
     results = experiment.run_missing([1, 2], [], records=None, say=lambda _: None)
     assert ([record.key for record in results.new], results.not_run) == (["2"], (1,))
+
+
+def test_a_package_of_another_version_is_missing() -> None:
+    here = version("torch")
+    assert missing_package(("torch", f"torch=={here}")) == ""
+    assert missing_package(("torch", "torch==0.1")) == "torch==0.1"
+    assert missing_package(("no-such-package==1",)) == "no-such-package==1"
+    assert versions_of(["torch==0.1", "no-such-package"]) == {"torch": here, "no-such-package": ""}
 
 
 def test_later_stages_follow_from_earlier_answers(tmp_path: Path) -> None:

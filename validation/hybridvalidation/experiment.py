@@ -143,11 +143,16 @@ def child_header(ended: ChildResult[Any]) -> dict[str, Any]:
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of packages, empty for missing ones."""
-    return {name: package_version(name) for name in packages}
+    """Return the versions of packages, empty for missing ones; ``packages`` as of ``missing_package``."""
+    return {name: package_version(name) for name in (package.partition("==")[0] for package in packages)}
 
 
 @cache
 def missing_package(packages: tuple[str, ...]) -> str:
-    """Return the first package that is not installed; empty: all are."""
-    return next((name for name in packages if not package_version(name)), "")
+    """Return the first package that is not installed, as ``torch`` or ``torch==2.13.0``; empty: all are."""
+    for package in packages:
+        name, _, wanted = package.partition("==")
+        found = package_version(name)
+        if not found or wanted not in {"", found}:
+            return package
+    return ""
