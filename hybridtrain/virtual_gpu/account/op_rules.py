@@ -192,6 +192,8 @@ class OpTraits:
     """Whether it creates values without tensor inputs; uninitialized and sparse tensors do not count."""
     has_one_tensor: bool
     """Whether its first argument is a tensor, and no other one is."""
+    is_composite: bool
+    """Whether it is made of other ops; autograd takes it apart, but inference mode hands it on whole."""
 
 
 _TRAITS: dict[int, OpTraits] = {}
@@ -217,6 +219,7 @@ def _read_traits(func: Op) -> OpTraits:
         and any(name == "device" for _, name, _, _ in items)
         and not name.startswith(("empty", "sparse", "_")),
         has_one_tensor=[i for i, _, kind, _ in items if "Tensor" in kind] == [0] and items[0][2] == "Tensor",
+        is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func._name, "CompositeImplicitAutograd"),
     )
 
 

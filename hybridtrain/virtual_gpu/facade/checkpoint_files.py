@@ -112,8 +112,15 @@ def checkpoint_files(
 
 @contextmanager
 def _safetensors(is_virtual: Callable[[Tensor], bool], note_save: Callable[[], None]) -> Iterator[None]:
-    """Replace the body of ``save_file``, which others import by name."""
+    """Replace the body of ``save_file``, which others import by name, and ``safe_open`` wherever it was imported."""
     function: FunctionType = modules["safetensors.torch"].save_file
+    true_open: Callable[..., Any] = modules["safetensors"].safe_open
+
+    def safe_open(filename: Any, framework: str, device: Any = "cpu", **kwargs: Any) -> Any:
+        # A card by name is written to past torch; one by its number is not.
+        kind, _, index = str(device).partition(":")
+        return true_open(filename, framework, device=int(index or 0) if kind == "cuda" else device, **kwargs)
+
     true_code = function.__code__
     true_save = FunctionType(true_code, function.__globals__, argdefs=function.__defaults__)
 
@@ -129,7 +136,11 @@ def _safetensors(is_virtual: Callable[[Tensor], bool], note_save: Callable[[], N
     def save_file(tensors: Any, filename: Any, metadata: Any = None) -> Any:
         return __hybridtrain_save__(tensors, filename, metadata)  # type: ignore[name-defined]  # noqa: F821
 
-    with mock.patch.dict(function.__globals__, {"__hybridtrain_save__": save}):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(function.__globals__, {"__hybridtrain_save__": save}))
+        for module in [*modules.values()]:
+            if getattr(module, "__dict__", {}).get("safe_open") is true_open:
+                stack.enter_context(mock.patch.object(module, "safe_open", safe_open))
         function.__code__ = save_file.__code__
         try:
             yield

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, StepMark, StorageLedger, holders
@@ -69,6 +70,8 @@ class PlacedStorages(StorageLedger):  # type: ignore[no-untyped-call]
         """Return the device of a virtual tensor; None for a real one, on the CPU or the script's own meta device."""
         if not is_truly_meta(tensor):
             return None
+        if is_functorch_wrapped_tensor(tensor):  # of vmap and grad: it has no storage of its own
+            return self.place_of(get_unwrapped(tensor))
         holding = self._held.get(tensor.untyped_storage()._cdata)
         if holding is None and type(tensor) not in _PLAIN_TYPES:
             local = getattr(tensor, "_local_tensor", None)  # a DTensor lies where this rank's share of it does

@@ -5,6 +5,7 @@
     is a drawn number rejected    no: ``torch.nn.init.trunc_normal_`` draws once
     which are the largest         position r of the k-th choice is (r * k + j) mod n: experts are loaded evenly
     is it one of these            no: no generated token is an end token, and texts get as long as they may
+    does L-BFGS make progress     yes: a step takes all its iterations, with one evaluation each
     how many there are            not answered: ``DataDependentError`` names the op and the line
 
 A rule holds only for values that depend on arithmetic; what follows from the script's own data is known.
@@ -16,12 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.optim import lbfgs
 
 from hybridtrain.errors import HybridTrainError
 from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op
@@ -29,6 +33,8 @@ from hybridtrain.virtual_gpu.facade.assumption import Assumption
 from hybridtrain.virtual_gpu.facade.op_sets import FINITE_ANSWERS
 
 _ATEN = torch.ops.aten
+_QUESTIONS_OF_LBFGS = 5
+"""Comparisons in an iteration, of gradients, steps and losses."""
 _NOT_THE_SCRIPT = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 """Folders of torch and of the virtual card, whose frames are not the script's."""
 
@@ -66,9 +72,9 @@ class Placeholders:
         """Return all uses, the most frequent first."""
         return tuple(PlaceholderUse(*key, times) for key, times in self._uses.most_common())
 
-    def note(self, func: Op, rule: str) -> None:
-        """Record a use of a placeholder value at the calling code."""
-        self._uses[where_called(), str(func), rule] += 1
+    def note(self, func: Op, rule: str, times: int = 1) -> None:
+        """Record uses of a placeholder value at the calling code."""
+        self._uses[where_called(), str(func), rule] += times
 
     def number(self, func: Op, dtype: torch.dtype) -> float | bool:
         """Return the placeholder value for one number."""
@@ -133,6 +139,35 @@ class Placeholders:
         self.note(func, "which are the largest: all equally often")
         others = [size for position, size in enumerate(shape) if position != dim]
         return choice.view(*others, k).movedim(-1, dim).contiguous()
+
+
+@contextmanager
+def progress_of_lbfgs(placeholders: Placeholders) -> Iterator[None]:
+    """Let ``torch.optim.LBFGS`` use its iterations and fill its history, whatever its loss is."""
+    true_step: Callable[..., Any] = lbfgs.LBFGS.step
+
+    @wraps(true_step)
+    def step(optimizer: lbfgs.LBFGS, closure: Callable[[], Any]) -> Any:
+        group = optimizer.param_groups[0]
+        kept = {name: group[name] for name in ("tolerance_grad", "tolerance_change")}
+        group.update(dict.fromkeys(kept, -inf))
+
+        def evaluated() -> Any:
+            rule = f"does L-BFGS make progress: yes, all {group['max_iter']} iterations"
+            placeholders.note(_ATEN.le.Scalar, rule, _QUESTIONS_OF_LBFGS)
+            return closure()
+
+        try:
+            return true_step(optimizer, evaluated)
+        finally:
+            group.update(kept)
+
+    def first_trial(evaluate: Callable[..., Any], x: Any, t: Any, d: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
+        loss, grad = evaluate(x, t, d)
+        return loss, grad.clone(memory_format=torch.contiguous_format), t, 1
+
+    with mock.patch.object(lbfgs.LBFGS, "step", step), mock.patch.object(lbfgs, "_strong_wolfe", first_trial):
+        yield
 
 
 def where_called(*, in_script: bool = False) -> str:

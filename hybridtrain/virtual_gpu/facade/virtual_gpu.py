@@ -17,12 +17,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hybridtrain.errors import ConfigError, reasons
 from hybridtrain.virtual_gpu.account.ledger import StepMark
+from hybridtrain.virtual_gpu.account.op_rules import tensors_in
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.allocator.allocator import CachingAllocator
 from hybridtrain.virtual_gpu.allocator.allocator_config import AllocatorConfig
@@ -37,7 +39,7 @@ from hybridtrain.virtual_gpu.facade.cuda_facade import facade
 from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
 from hybridtrain.virtual_gpu.facade.generation import generation
 from hybridtrain.virtual_gpu.facade.launchers import launchers
-from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse, where_called
+from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse, progress_of_lbfgs, where_called
 from hybridtrain.virtual_gpu.facade.savings import LEAST_STATE
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
@@ -193,6 +195,7 @@ class VirtualGpu:
             autocast = stack.enter_context(cuda_paths(self.ledger))
             stack.enter_context(facade(self.ledger, self._methods, autocast))
             stack.enter_context(generation(self.ledger))
+            stack.enter_context(progress_of_lbfgs(self.ledger.placeholders))
             if self._is_launched:
                 stack.enter_context(virtual_world(self.world, self.ledger))
             for owner, name, value in (*launchers(self._enter_world), *self._late_worlds()):
@@ -427,7 +430,8 @@ class VirtualGpu:
         for path, module in root.named_modules():
             name = path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")  # torch.compile's wrapper
             self._names[module] = name
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            for tensor in (one for one in held if not is_functorch_wrapped_tensor(one)):
                 self._units[tensor] = name
                 self.ledger.label(tensor, TensorClass.WEIGHT, name)
 
@@ -465,13 +469,12 @@ class VirtualGpu:
         found = False
         for parameter in _parameters(optimizer):
             state = optimizer.state.get(parameter, {})
-            for value in state.values() if isinstance(state, dict) else ():
-                if isinstance(value, Tensor):
-                    storage = self.ledger.storage_of(value)
-                    found = found or storage is not None
-                    if storage is not None and value.dtype is torch.float32 and value.numel() >= LEAST_STATE:
-                        self.float32_state.add(storage)
-                    self.ledger.label(value, TensorClass.OPTIM_STATE, self._unit_of(parameter))
+            for value in tensors_in([*state.values()]) if isinstance(state, dict) else ():
+                storage = self.ledger.storage_of(value)
+                found = found or storage is not None
+                if storage is not None and value.dtype is torch.float32 and value.numel() >= LEAST_STATE:
+                    self.float32_state.add(storage)
+                self.ledger.label(value, TensorClass.OPTIM_STATE, self._unit_of(parameter))
         return found
 
     def _unit_of(self, parameter: Tensor) -> str:

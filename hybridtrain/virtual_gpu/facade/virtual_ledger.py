@@ -128,6 +128,9 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
                 return NotImplemented
         outer, self.is_inside = self.is_inside, True
         try:
+            if traits_of(func).is_composite and func not in self._handlers:
+                with self:
+                    return func.decompose(*args, **(kwargs or {}))
             if func.is_view and self._is_simple_view(func, args, kwargs):
                 return func(*args)
             kwargs = kwargs or {}
