@@ -285,10 +285,7 @@ class _Attention(NamedTuple):
 
 
 class _AttentionChoice:
-    """Flash, memory-efficient or plain attention, as native/transformers/cuda/sdp_utils.cpp chooses.
-
-    cuDNN's attention is never chosen: torch prefers it on no consumer card, and on Hopper only by environment.
-    """
+    """Flash, memory-efficient, plain or cuDNN's attention, in that order (native/transformers/cuda/sdp_utils.cpp)."""
 
     def __init__(self, ledger: VirtualLedger) -> None:
         self._ledger = ledger
@@ -306,6 +303,10 @@ class _AttentionChoice:
             grouped = call.enable_gqa and call.key.shape[-3] != call.query.shape[-3]
             if not grouped and self._can_be_efficient(call):
                 return _efficient(call)
+            if not torch.backends.cuda.math_sdp_enabled():  # of others it is ahead
+                if grouped or not self._can_be_cudnn(call):
+                    raise RuntimeError("No available kernel. Aborting execution.")
+                return _cudnn(call)
         out: Tensor = _ATEN._scaled_dot_product_attention_math(*call[:6], scale=call.scale, enable_gqa=call.enable_gqa)[
             0
         ]
@@ -330,7 +331,7 @@ class _AttentionChoice:
         )
 
     def _can_be_efficient(self, call: _Attention) -> bool:
-        query, key, value, mask = call[:4]
+        query, key, value = call[:3]
         aligned = 16 // query.element_size() if self.capability >= 80 or query.dtype in _HALVES else 1
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -338,7 +339,17 @@ class _AttentionChoice:
             and query.dtype in (_EFFICIENT if self.capability >= 80 else _EFFICIENT - {torch.bfloat16})
             and query.shape[-1] % aligned == value.shape[-1] % aligned == 0
             and query.shape[-3] == key.shape[-3] == value.shape[-3]
-            and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
+        )
+
+    def _can_be_cudnn(self, call: _Attention) -> bool:
+        widths = {call.query.shape[-1], call.key.shape[-1], call.value.shape[-1]}
+        return (
+            torch.backends.cuda.cudnn_sdp_enabled()
+            and self.capability >= 80
+            and call.is_uniform
+            and call.query.dtype in _HALVES
+            and all(width <= 128 and width % 8 == 0 for width in widths)
+            and not (call.attn_mask is not None and call.attn_mask.requires_grad and call.needs_grad)
         )
 
     def efficient_backward(self, args: Sequence[Any]) -> int:
@@ -401,6 +412,16 @@ def _efficient(call: _Attention) -> Tensor:
         mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     out: Tensor = _ATEN._scaled_dot_product_efficient_attention(
         query, key, value, mask, call.needs_grad, call.dropout_p, call.is_causal, scale=call.scale
+    )[0]
+    return out
+
+
+def _cudnn(call: _Attention) -> Tensor:
+    mask = call.attn_mask
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.full_like(mask, 0.0, dtype=call.query.dtype)
+    out: Tensor = _ATEN._scaled_dot_product_cudnn_attention(
+        *call[:3], mask, call.needs_grad, call.dropout_p, call.is_causal, False, scale=call.scale
     )[0]
     return out
 
