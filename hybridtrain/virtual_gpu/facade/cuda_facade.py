@@ -6,6 +6,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -87,6 +88,7 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
         yield torch.cuda.nvtx, name, nothing()
     yield torch.cuda.nvtx, "range", contextmanager(lambda *_args, **_kwargs: iter([None]))  # decorates, too
     yield torch.cuda.memory, "_record_memory_history", nothing()
+    yield torch.cuda.memory, "_dump_snapshot", _no_snapshot
     yield torch._C, "_cuda_getCurrentRawStream", lambda _device: 0
     yield torch._C._nn, "_parse_to", _numbers_as_cards(torch._C._nn._parse_to)
     one_hot = _one_hot(ledger)
@@ -111,6 +113,11 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
     for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         yield module, "_group_tensors_by_device_and_dtype", group
     yield torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(group)
+
+
+def _no_snapshot(filename: str = "dump_snapshot.pickle", *_args: Any, **_kwargs: Any) -> None:
+    told = f"{filename} is not written: hybridtrain virtual --snapshot FILE writes a snapshot of the virtual card"
+    warnings.warn(told, stacklevel=2)
 
 
 def _group_by_place(true_group: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,6 +148,8 @@ def _kernels(ledger: VirtualLedger) -> Replaced:
 
     for owner in (torch._VF, torch):
         yield owner, "dropout", dropout
+    nested = import_module("torch.nested._internal.nested_tensor").NestedTensor
+    yield nested, "__new__", _off_the_card(ledger, nested.__new__)
     flex = import_module("torch.nn.attention.flex_attention")
     yield flex, "flex_attention", flex_attention(flex.flex_attention)
     yield from sequence_layers(
@@ -149,6 +158,17 @@ def _kernels(ledger: VirtualLedger) -> Replaced:
     )
     sync_norm = torch.nn.modules._functions.SyncBatchNorm
     yield sync_norm, "forward", _of_all_ranks(sync_norm.forward)
+
+
+def _off_the_card(ledger: VirtualLedger, true_new: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the constructor of jagged tensors, whose gradients torch makes with the driver's help."""
+
+    def new(kind: type, values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if ledger.place_of(values) is Place.DEVICE:
+            raise ledger.unplanned("jagged nested tensors on the card are not planned")
+        return true_new(kind, values, *args, **kwargs)
+
+    return new
 
 
 def _of_all_ranks(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,8 +3,9 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import reduce
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -22,6 +23,7 @@ _NOTHING = (
     "_lazy_init", "init", "set_device", "reset_accumulated_memory_stats", "ipc_collect", "synchronize", "set_stream",
     "set_sync_debug_mode", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
+_GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle")
 _PEAKS = ("peak_memory_stats", "max_memory_allocated", "max_memory_reserved", "max_memory_cached")
 _BUILDS = (
     ((7, 5), "13.0", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")),
@@ -31,7 +33,8 @@ _BUILDS = (
 _RATES = {
     "is_integrated": 0, "is_multi_gpu_board": 0, "warp_size": 32, "max_threads_per_multi_processor": 1536,
     "regs_per_multiprocessor": 65536, "shared_memory_per_block_optin": 101376,
-    "shared_memory_per_multiprocessor": 102400, "L2_cache_size": 0, "gcnArchName": "",
+    "shared_memory_per_multiprocessor": 102400, "shared_memory_per_block": 49152, "L2_cache_size": 0, "gcnArchName": "",
+    "uuid": "00000000-0000-0000-0000-000000000000",
 }  # fmt: skip
 """Fields of ``get_device_properties`` that are equal for all cards."""
 
@@ -93,6 +96,29 @@ class VirtualStream:
     wait_event = wait_stream = record = wait = synchronize
 
 
+class _Stats(dict[str, int]):
+    """``memory_stats`` by name; of other names nothing is known."""
+
+    def __init__(self, ledger: VirtualLedger) -> None:
+        allocator = ledger.allocator
+        for name in _COUNTERS:
+            self[f"{name}.all.current"] = getattr(allocator, name)
+            self[f"{name}.all.peak"] = getattr(allocator, f"peak_{name}")
+        self |= {"num_alloc_retries": allocator.num_alloc_retries, "num_ooms": allocator.num_ooms}
+        self._ledger = ledger
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise self._ledger.unplanned(f"memory_stats()[{name!r}] is not counted; counted are {', '.join(self)}")
+
+    def nested(self) -> dict[str, Any]:
+        """Return dictionaries in dictionaries, by the parts of the names."""
+        found: dict[str, Any] = {}
+        for name, value in self.items():
+            *path, last = name.split(".")
+            reduce(lambda inner, part: inner.setdefault(part, {}), path, found)[last] = value
+        return found
+
+
 class VirtualDevice(nullcontext[None]):
     """``torch.cuda.device``: selects the only card."""
 
@@ -110,15 +136,14 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         **_RATES,
     )  # fmt: skip
 
-    def stats() -> dict[str, int]:
-        found = {}
-        for name in _COUNTERS:
-            found[f"{name}.all.current"] = getattr(allocator, name)
-            found[f"{name}.all.peak"] = getattr(allocator, f"peak_{name}")
-        return found | {"num_alloc_retries": allocator.num_alloc_retries, "num_ooms": allocator.num_ooms}
-
     def state() -> torch.Tensor:
         return torch.tensor([0] * 16, dtype=torch.uint8, device="cpu")
+
+    def refusing(what: str) -> Callable[..., NoReturn]:
+        def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+            raise ledger.unplanned(what)
+
+        return refuse
 
     def set_fraction(fraction: float, *_args: Any) -> None:
         if not 0 <= fraction <= 1:
@@ -136,8 +161,12 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         "is_tf32_supported": lambda: major >= 8,
         "memory_allocated": lambda: allocator.allocated_bytes,
         "max_memory_allocated": lambda: allocator.peak_allocated_bytes,
-        "memory_stats": stats,
-        "memory_summary": lambda: "\n".join(f"{name}: {value}" for name, value in stats().items()),
+        "memory_stats": lambda: _Stats(ledger),
+        "memory_stats_as_nested_dict": lambda: _Stats(ledger).nested(),
+        "memory_summary": lambda: "\n".join(f"{name}: {value}" for name, value in _Stats(ledger).items()),
+        "cudart": lambda: SimpleNamespace(
+            cudaProfilerStart=answering(lambda: 0), cudaProfilerStop=answering(lambda: 0)
+        ),
         "mem_get_info": lambda: (max(0, card.allocator_capacity_bytes - allocator.reserved_bytes), card.memory_bytes),
         "get_rng_state": state,
         "get_rng_state_all": lambda: [state()],
@@ -155,4 +184,9 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.has_bfloat16_tensor_cores,
         "set_per_process_memory_fraction": set_fraction,
         "empty_cache": ledger.release_cache,
+        "default_generators": (torch.Generator("cpu"),) * ledger.num_cards,
+        "memory_snapshot": refusing(
+            "a snapshot as data is not planned; hybridtrain virtual --snapshot FILE writes one"
+        ),
+        **dict.fromkeys(_GRAPHS, refusing("CUDA graphs are not planned")),
     }

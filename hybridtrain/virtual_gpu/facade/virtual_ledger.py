@@ -8,6 +8,7 @@ A meta tensor has a shape but no bytes. Here its storage also has a device, host
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ _FIRST_KEY = {
 }
 """Index of the keys among the operands of attention ops with grouped heads; queries before, values after."""
 _FOUR_BIT_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"})
+_FUSED_UPDATES = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
 _HOST_WORK = 2**20
 """Least bytes of host arithmetic that appears in the timeline."""
 
@@ -115,6 +117,8 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             **dict.fromkeys(
                 (_ATEN._amp_foreach_non_finite_check_and_unscale_.default, _ATEN.record_stream.default), lambda *_: None
             ),
+            _ATEN._nested_tensor_from_mask_left_aligned.default: self._keep_padding,
+            **{getattr(_ATEN, name).tensor_lr: partial(self._with_rate, name) for name in _FUSED_UPDATES},
             _ATEN.set_.default: self._set_storage,
             _ATEN.set_.source_Storage: self._set_storage,
             _ATEN.set_.source_Storage_storage_offset: self._set_storage,
@@ -143,6 +147,15 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             raise self.unplanned(f"{func}: torch {torch.__version__} has no meta rule for this op") from error
         finally:
             self.is_inside = outer
+
+    def _keep_padding(self, func: Op, _args: Args, _kwargs: Kwargs) -> bool:
+        self.placeholders.note(func, "may an encoder drop its padding: no")
+        return False
+
+    def _with_rate(self, name: str, _func: Op, args: Args, kwargs: Kwargs) -> Any:
+        """Run a fused update whose learning rate is a tensor as one of a number: shapes are the same."""
+        with self:
+            return getattr(_ATEN, name).default(*args, **{**kwargs, "lr": 0.0})
 
     def _is_simple_view(self, func: Op, args: Args, kwargs: Kwargs | None) -> bool:
         """Return whether a view changes nothing here: of one virtual tensor, outside of a backward pass."""
