@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridkernels.adamw_int8 import QUANT_GROUP_SIZE, dequantize, quantize
-from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize, num_groups
+from hybridkernels.int8_quantize import GROUP_SIZE, int8_dequantize, int8_quantize, num_groups, random_bits
 from hybridkernels.int8_quantize.reference import LARGEST_CODE, SMALLEST_SCALE
 from hybridkernels.nf4 import Nf4Sizes, nf4_dequantize, nf4_quantize
 from hybridkernels.scaled_matmul import quantize_rows
@@ -148,20 +148,9 @@ def round_stochastically(value_P: Tensor, target_P: Tensor) -> None:
     """Write fp32 values to bfloat16: add 16 random bits below the kept ones, then cut. A NaN's bits may change."""
     # CUDA's NaN has every lower bit set: a carry out of them would make it -0.0, and a fault would vanish.
     value_P.view(torch.int32).clamp_(max=_QUIET_NAN)
-    noise_P = _random16(value_P)
+    noise_P = random_bits(value_P)
     upper_P = noise_P.add_(value_P.view(torch.int32)).bitwise_right_shift_(16)
     target_P.view(torch.int16).copy_(upper_P)
-
-
-def _random16(value_P: Tensor) -> Tensor:
-    """Return uniform int32 in [0, 2^16) of the shape and device of ``value_P``."""
-    if value_P.device.type != "cpu":
-        return torch.randint(0, 1 << 16, value_P.shape, dtype=torch.int32, device=value_P.device)
-    # torch draws one number after the other on the CPU, in int64 as fast as in int32.
-    count = value_P.numel()
-    words = torch.empty(count + count % 2, dtype=torch.int32)
-    words.view(torch.int64).random_(-(1 << 63), None)
-    return words[:count].bitwise_and_((1 << 16) - 1).view(value_P.shape)
 
 
 # ---- codes

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridtrain.memory.group import Group
 from hybridtrain.memory.transfer import DirectTransfer, Transfer
 from hybridtrain.models.weight_source import WeightSource
+from hybridtrain.models.widening import widened
 from hybridtrain.optim import AdamWConfig
 from hybridtrain.optimizations import GradAccumulation
 from hybridtrain.plan.compose import Optimization, compose
@@ -71,7 +72,9 @@ def weights_of(trainer: Trainer) -> dict[str, str]:
     for unit in trainer.model.units():
         if unit.name.startswith("block"):
             trainer.weights.acquire(int(unit.name.partition(".")[2]))
-        values |= {name: digest(parameter) for name, parameter in unit.parameters}
+        for name, parameter in unit.parameters:
+            with widened(parameter):
+                values[name] = digest(parameter)
     return values
 
 

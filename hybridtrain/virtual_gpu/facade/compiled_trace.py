@@ -82,10 +82,10 @@ def trace(ledger: VirtualLedger, call: Call, function: Callable[..., Any]) -> Gr
     Raises:
         NotCapturedError: The function does what no graph has.
     """
-    graphs = Graphs()
+    graphs, traced_call = Graphs(), [call]
 
     def flat(*given: Tensor) -> list[Tensor]:
-        left = iter(given)
+        left, (call,) = iter(given), traced_call
         tensors = [part.make(left) for part in call.parts]
         args, kwargs = call.with_tensors(tensors)
         with holding(call, tensors) as assigned, OnHost():
@@ -111,6 +111,7 @@ def trace(ledger: VirtualLedger, call: Call, function: Callable[..., Any]) -> Gr
     )  # fmt: skip
     with tracing(ledger, call.modules):
         traced(*(twin(tensor) for tensor in call.tensors))
+    traced_call.clear()  # its tensors are not to live as long as the graphs
     graphs.run_graphs = traced
     return graphs
 

@@ -125,3 +125,13 @@ def test_a_library_may_be_imported_inside(tmp_path: Path) -> None:
     with safetensors.safe_open(file, framework="pt") as saved:
         assert "hybridtrain_virtual" in saved.metadata()
         assert saved.get_slice("weight").get_shape() == [2**20]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0])
+def test_safetensors_open_on_a_card(tmp_path: Path, device: str | int) -> None:
+    save_file({"weight": torch.ones(64, 64)}, tmp_path / "a.safetensors")
+    with VirtualGpu("rtx-4090"):
+        assert load_file(tmp_path / "a.safetensors", device=device)["weight"].is_cuda
+        with safetensors.safe_open(tmp_path / "a.safetensors", "pt", device=device) as file:
+            assert file.get_tensor("weight").is_cuda
+        assert torch.cuda.max_memory_allocated() >= 64 * 64 * 4

@@ -317,3 +317,13 @@ def test_code_with_the_card_as_default_device_is_a_graph_and_leaves_the_default_
         assert len(gpu.basis().captured) == 1
         assert gpu.basis().compiled == []
     assert torch.tensor(1.0).device == torch.device("cpu")
+
+
+def test_the_first_operands_do_not_live_as_long_as_the_graph() -> None:
+    with VirtualGpu("rtx-4090"):
+        compiled = torch.compile(lambda a, b: torch.tanh(a) * b + 1)
+        for _ in range(2):
+            a, b = (torch.randn(2**20, device="cuda", requires_grad=True) for _ in "ab")
+            compiled(a, b).sum().backward()
+            del a, b
+            assert torch.cuda.memory_allocated() == 0

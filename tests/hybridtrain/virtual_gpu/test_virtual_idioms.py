@@ -1,7 +1,8 @@
 """What ordinary training scripts do besides training: each as it goes on CUDA, to the byte."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -358,3 +359,108 @@ def test_libraries_find_a_raw_stream_and_dynamo_its_rules() -> None:
     assert torch._C._cuda_getCurrentRawStream(0) == 0
     rules = torch._dynamo.trace_rules.get_torch_obj_rule_map
     assert rules.__wrapped__(), "two functions of torch that do nothing must not be one object"
+
+
+def made_bytes() -> list[int]:
+    found, x = list[int](), torch.empty(4096, 4096, device="cuda")
+    for make in (
+        x.half, x.long, lambda: x.t().contiguous(), lambda: x.t().reshape(-1), lambda: x.view(-1),
+        lambda: x.softmax(-1, dtype=torch.float64), lambda: nn.functional.cross_entropy(x, x.argmax(-1)),
+    ):  # fmt: skip
+        before = allocated()
+        made = make()
+        found.append(allocated() - before)
+        del made
+    return found
+
+
+def test_inference_mode_counts_what_no_grad_counts() -> None:
+    with torch.inference_mode():
+        found = made_bytes()
+    with torch.no_grad():
+        assert made_bytes() == found
+    size = 4096 * 4096
+    assert found == [2 * size, 8 * size, 4 * size, 4 * size, 0, 8 * size, 512]
+
+
+def test_values_are_known_in_inference_mode() -> None:
+    with torch.inference_mode():
+        assert torch.linspace(0, 9, 4).long().tolist() == [0, 3, 6, 9]
+        lengths = torch.tensor([20.0, 40.0], device="cuda") * 2
+        assert torch.zeros(1, int(lengths.max().item())).shape == (1, 80)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_takes_its_iterations_and_fills_its_history(gpu: VirtualGpu, search: str | None) -> None:
+    weight = nn.Parameter(torch.randn(MIB, device="cuda"))
+    optimizer = torch.optim.LBFGS([weight], max_iter=6, history_size=5, line_search_fn=search)
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    state = optimizer.state[weight]
+    assert len(state["old_dirs"]) == len(state["old_stps"]) == 5
+    assert calls == 2 * (6 if search is None else 7)
+    assert optimizer.param_groups[0]["tolerance_change"] == 1e-9
+    assert gpu.report().by_class()["optim_state"] == 5 * (2 * 4 * MIB + 512)  # pairs, and the number of each
+    assert any("L-BFGS" in use.rule for use in gpu.placeholders())
+
+
+def test_per_sample_gradients_of_a_module_called_with_other_parameters() -> None:
+    net = nn.Linear(64, 32).cuda()
+    params = {name: value.detach() for name, value in net.named_parameters()}
+
+    def loss(given: dict[str, Tensor], x: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(net, given, (x.to(torch.float32).unsqueeze(0),))
+        return out.square().sum()
+
+    grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, torch.randn(16, 64, device="cuda"))
+    assert {name: tuple(value.shape) for name, value in grads.items()} == {"weight": (16, 32, 64), "bias": (16, 32)}
+    assert grads["weight"].is_cuda
+
+
+def test_an_encoder_in_evaluation_keeps_its_padding(gpu: VirtualGpu) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).cuda().eval()
+    mask = torch.zeros(8, 16, dtype=torch.bool, device="cuda")
+    with torch.no_grad():
+        assert encoder(torch.randn(8, 16, 64, device="cuda"), src_key_padding_mask=mask).shape == (8, 16, 64)
+    assert any("padding" in use.rule for use in gpu.placeholders())
+
+
+def test_a_fused_update_takes_its_rate_from_a_tensor() -> None:
+    weight = nn.Parameter(torch.randn(MIB, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], lr=torch.tensor(1e-3), fused=True)
+    before = allocated()
+    weight.sum().backward()
+    optimizer.step()
+    assert allocated() - before == 3 * 4 * MIB + 512
+
+
+@pytest.mark.parametrize("use", [
+    lambda: torch.cuda.CUDAGraph(keep_graph=True), lambda: torch.cuda.make_graphed_callables(nn.Linear(1, 1), ()),
+    lambda: torch.cuda.memory_stats()["inactive_split_bytes.all.peak"], lambda: torch.cuda.memory_snapshot(None),
+    lambda: torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged, device="cuda"),
+])  # fmt: skip
+def test_what_is_not_planned_is_refused_in_one_sentence(use: Callable[[], object]) -> None:
+    with pytest.raises(HybridTrainError, match=r"test_virtual_idioms.py:\d+: .* (not planned|not counted|alone)"):
+        use()
+
+
+def test_names_around_memory_that_scripts_use(tmp_path: Path) -> None:
+    assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == 0
+    assert torch.cuda.cudart().cudaProfilerStart() == 0
+    assert torch.cuda.default_generators[0].get_state().numel()
+    assert torch.cuda.get_device_properties(0).shared_memory_per_block == 48 * 1024
+    torch.cuda.memory._record_memory_history()
+    with pytest.warns(UserWarning, match="--snapshot FILE writes"):
+        torch.cuda.memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
+    assert not [*tmp_path.iterdir()]

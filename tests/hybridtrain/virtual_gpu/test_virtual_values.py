@@ -268,6 +268,26 @@ def test_attention_takes_the_kernel_that_cuda_would(
     out.sum().backward()
 
 
+def test_attention_takes_a_kernel_that_the_script_allows(gpu: VirtualGpu) -> None:
+    attend, backends = nn.functional.scaled_dot_product_attention, torch.nn.attention.SDPBackend
+    query = torch.randn(2, 8, 16, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    mask = torch.ones(16, 16, dtype=torch.bool, device="cuda")
+    with torch.nn.attention.sdpa_kernel([backends.CUDNN_ATTENTION]):
+        attend(query, query, query).sum().backward()
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            attend(*[query.detach().double()] * 3)
+    assert "_scaled_dot_product_cudnn_attention" in ops(gpu)
+    with (
+        torch.nn.attention.sdpa_kernel([backends.FLASH_ATTENTION]),
+        pytest.raises(RuntimeError, match="No available kernel"),
+    ):
+        attend(query, query, query, attn_mask=mask)
+    bias = torch.zeros(1, 8, 16, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    attend(query, query, query, attn_mask=bias).sum().backward()
+    assert bias.grad is not None
+    assert "_scaled_dot_product_efficient_attention" in ops(gpu)
+
+
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [
