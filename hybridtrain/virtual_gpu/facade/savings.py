@@ -31,6 +31,7 @@ _PRECISION = 128
 _BLOCK_OF_STATE = 256
 """Values with one float32 scale, and sizes from which state is quantized (bitsandbytes/optim/optimizer.py)."""
 LEAST_STATE = 4096
+_CHECKPOINTING = "gradient checkpointing"
 _TRIES = 4
 """Choices of blocks to checkpoint: the allocator may need a little more than their bytes say."""
 
@@ -84,7 +85,7 @@ def savings(
     """
     config = config or AllocatorConfig()
     changes: dict[str, Callable[[LedgerTrace], LedgerTrace]] = {
-        "gradient checkpointing": checkpointed,
+        _CHECKPOINTING: checkpointed,
         "half the batch": half_batch,
         "8-bit optimizer state": lambda given: _eight_bit(given, float32_state),
     }
@@ -96,8 +97,10 @@ def savings(
         for name, change in changes.items()
         if (changed := change(trace)) != trace
     ]
-    partly = _of_some_blocks(trace, config, card, needed)
-    found += [] if partly is None else [partly]
+    goal = card.memory_bytes - card.margin_bytes - card.context_bytes
+    if any(one.technique == _CHECKPOINTING and one.capacity_bytes <= goal < needed for one in found):
+        partly = _of_some_blocks(trace, config, card, goal, needed)
+        found += [] if partly is None else [partly]
     if not config.expandable_segments:
         expandable = replace(config, expandable_segments=True)
         found.append(Saving(technique="expandable_segments:True", capacity_bytes=least_capacity(trace, expandable)))
@@ -229,16 +232,18 @@ def checkpointed(trace: LedgerTrace, blocks: Collection[str] | None = None) -> L
     return _inserted(_copied(trace, copied), added, renamed)
 
 
-def _of_some_blocks(trace: LedgerTrace, config: AllocatorConfig, card: Card, needed: int) -> Saving | None:
-    """Return gradient checkpointing of the blocks that cost least time and let the run fit; None: all or nothing does.
+def _of_some_blocks(
+    trace: LedgerTrace, config: AllocatorConfig, card: Card, goal: int, needed: int
+) -> Saving | None:  # fmt: skip
+    """Return gradient checkpointing of the blocks that cost least time and let the run fit; None: all of them must.
 
     Args:
         trace: Of a whole run.
         config: Settings of its allocator.
-        card: What it is to fit on, with the card's margin free.
-        needed: Reserved bytes that the run needs as it is.
+        card: What it is to fit on.
+        goal: Reserved bytes of the card that it may take.
+        needed: Those that it needs as it is.
     """
-    goal = card.memory_bytes - card.margin_bytes - card.context_bytes
     times = KernelTimes(card, curves_of(card))
     ops = [op for op in trace.ops if op.lane is Lane.COMPUTE]
     events = [op.event for op in ops]
@@ -260,7 +265,7 @@ def _of_some_blocks(trace: LedgerTrace, config: AllocatorConfig, card: Card, nee
             more = sum(seconds_of[block] for block in some) / until[-1]
             which = f"{some[0]} to {some[-1]}" if chosen == list(range(chosen[0], chosen[-1] + 1)) else ", ".join(some)
             told = f"{len(some)} of {len(blocks)} blocks, about {100 * more:.0f} % more time"
-            return Saving(technique=f"gradient checkpointing of {which} ({told})", capacity_bytes=capacity)
+            return Saving(technique=f"{_CHECKPOINTING} of {which} ({told})", capacity_bytes=capacity)
         missing = sum(bytes_of[block] for block in some) + capacity - goal
     return None
 
