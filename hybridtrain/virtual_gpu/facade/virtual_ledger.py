@@ -119,6 +119,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             ),
             _ATEN._nested_tensor_from_mask_left_aligned.default: self._keep_padding,
             **{getattr(_ATEN, name).tensor_lr: partial(self._with_rate, name) for name in _FUSED_UPDATES},
+            **{fill.Tensor: partial(self._fill_by_mask, fill) for fill in (_ATEN.masked_fill, _ATEN.masked_fill_)},
             _ATEN.set_.default: self._set_storage,
             _ATEN.set_.source_Storage: self._set_storage,
             _ATEN.set_.source_Storage_storage_offset: self._set_storage,
@@ -151,6 +152,11 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
     def _keep_padding(self, func: Op, _args: Args, _kwargs: Kwargs) -> bool:
         self.placeholders.note(func, "may an encoder drop its padding: no")
         return False
+
+    def _fill_by_mask(self, fill: Any, func: Op, args: Args, _kwargs: Kwargs) -> Any:
+        """Fill with a tensor of one number, which may be on the host."""
+        with self:
+            return fill.Scalar(*args[:2], self.values.read(func, args[2:], {}))
 
     def _with_rate(self, name: str, _func: Op, args: Args, kwargs: Kwargs) -> Any:
         """Run a fused update whose learning rate is a tensor as one of a number: shapes are the same."""

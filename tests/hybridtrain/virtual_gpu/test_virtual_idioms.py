@@ -464,3 +464,11 @@ def test_names_around_memory_that_scripts_use(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="--snapshot FILE writes"):
         torch.cuda.memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_mask_is_filled_with_a_number_of_the_host() -> None:
+    scores = torch.randn(4, 4, device="cuda", requires_grad=True)
+    mask = torch.ones(4, 4, dtype=torch.bool, device="cuda")
+    scores.masked_fill(mask, torch.tensor(-1e9)).sum().backward()
+    assert scores.grad is not None
+    assert torch.zeros(2, device="cuda").masked_fill_(mask[0, :2], torch.tensor(3.0)).tolist() == [3.0, 3.0]
