@@ -188,5 +188,7 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         "memory_snapshot": refusing(
             "a snapshot as data is not planned; hybridtrain virtual --snapshot FILE writes one"
         ),
-        **dict.fromkeys(_GRAPHS, refusing("CUDA graphs are not planned")),
+        **{
+            name: type(name, (), {"__init__": refusing("CUDA graphs are not planned")}) for name in _GRAPHS
+        },  # annotated
     }

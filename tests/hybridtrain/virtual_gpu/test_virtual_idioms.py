@@ -472,3 +472,7 @@ def test_a_mask_is_filled_with_a_number_of_the_host() -> None:
     scores.masked_fill(mask, torch.tensor(-1e9)).sum().backward()
     assert scores.grad is not None
     assert torch.zeros(2, device="cuda").masked_fill_(mask[0, :2], torch.tensor(3.0)).tolist() == [3.0, 3.0]
+
+
+def test_annotations_may_name_a_graph() -> None:
+    assert torch.cuda.CUDAGraph | None
