@@ -219,8 +219,12 @@ def _read_traits(func: Op) -> OpTraits:
         and any(name == "device" for _, name, _, _ in items)
         and not name.startswith(("empty", "sparse", "_")),
         has_one_tensor=[i for i, _, kind, _ in items if "Tensor" in kind] == [0] and items[0][2] == "Tensor",
-        is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func._name, "CompositeImplicitAutograd"),
+        is_composite=_has_kernel(func, "CompositeImplicitAutograd") and not _has_kernel(func, "CPU"),
     )
+
+
+def _has_kernel(func: Op, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func._name, key)
 
 
 def _operands(func: Op) -> frozenset[int | str] | None:
