@@ -24,6 +24,7 @@ _NOTHING = (
     "set_sync_debug_mode", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
 _GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle")
+"""Replaced by classes, as annotations name them."""
 _PEAKS = ("peak_memory_stats", "max_memory_allocated", "max_memory_reserved", "max_memory_cached")
 _BUILDS = (
     ((7, 5), "13.0", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")),
@@ -188,7 +189,5 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         "memory_snapshot": refusing(
             "a snapshot as data is not planned; hybridtrain virtual --snapshot FILE writes one"
         ),
-        **{
-            name: type(name, (), {"__init__": refusing("CUDA graphs are not planned")}) for name in _GRAPHS
-        },  # annotated
+        **{name: type(name, (), {"__init__": refusing("CUDA graphs are not planned")}) for name in _GRAPHS},
     }

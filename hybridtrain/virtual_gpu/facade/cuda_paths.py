@@ -401,11 +401,15 @@ def _flash(call: _Attention) -> Tensor:
     return out[..., :width] if width % 8 else out
 
 
+def _bias(call: _Attention) -> Tensor | None:
+    """Return the mask as what is added to the scores."""
+    mask = call.attn_mask
+    return torch.full_like(mask, 0.0, dtype=call.query.dtype) if mask is not None and mask.dtype is torch.bool else mask
+
+
 def _efficient(call: _Attention) -> Tensor:
-    query, key, value, mask = call[:4]
+    (query, key, value), mask = call[:3], _bias(call)
     if mask is not None:
-        if mask.dtype is torch.bool:
-            mask = torch.full_like(mask, 0.0, dtype=query.dtype)
         columns = mask.shape[-1]
         if columns % 8:  # rows must be aligned: pad_bias of native/transformers/attention.cpp
             mask = torch.nn.functional.pad(mask, (0, 8 - columns % 8))[..., :columns]
@@ -417,11 +421,8 @@ def _efficient(call: _Attention) -> Tensor:
 
 
 def _cudnn(call: _Attention) -> Tensor:
-    mask = call.attn_mask
-    if mask is not None and mask.dtype is torch.bool:
-        mask = torch.full_like(mask, 0.0, dtype=call.query.dtype)
     out: Tensor = _ATEN._scaled_dot_product_cudnn_attention(
-        *call[:3], mask, call.needs_grad, call.dropout_p, call.is_causal, False, scale=call.scale
+        *call[:3], _bias(call), call.needs_grad, call.dropout_p, call.is_causal, False, scale=call.scale
     )[0]
     return out
 
