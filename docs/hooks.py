@@ -15,8 +15,10 @@ OUTSIDE = re.compile(r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="(?:https?
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Show committed tables and pictures below results/."""
-    for path in sorted([*RESULTS.glob("*.md"), *RESULTS.glob("tables/*.md"), *RESULTS.glob("plots/*.png")]):
+    """Show committed tables, the files they link to and pictures below results/."""
+    for path in sorted(
+        [*RESULTS.glob("*.md"), *RESULTS.glob("*.csv"), *RESULTS.glob("tables/*.md"), *RESULTS.glob("plots/*.png")]
+    ):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
 
