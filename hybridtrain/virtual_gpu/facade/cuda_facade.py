@@ -13,7 +13,7 @@ from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -30,6 +30,7 @@ from hybridtrain.virtual_gpu.facade.cuda_module import CARD, answering, cuda_bui
 from hybridtrain.virtual_gpu.facade.cuda_paths import Autocast
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.nvidia_smi import nvidia_smi
+from hybridtrain.virtual_gpu.facade.nvml import nvml
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
 from hybridtrain.virtual_gpu.facade.sequence_ops import Replaced, sequence_layers
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods, as_device
@@ -65,12 +66,14 @@ def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) ->
             [(torch, "_has_compatible_shallow_copy_type", methods.may_share_type)],
             _elsewhere(ledger, cuda),
             _kernels(ledger),
+            _exchange(ledger),
             _build_of_cuda(ledger.card),
             _libraries(ledger),
         ):
             for owner, name, value in replaced:
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
         stack.enter_context(nvidia_smi(ledger.card, ledger.num_cards))
+        stack.enter_context(nvml(ledger, cuda))
         # Threads that load weights would not be seen: what is watched is the thread that opened the block.
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
         stack.enter_context(checkpoint_files(methods.is_virtual, methods.values_of, note_save))
@@ -79,11 +82,12 @@ def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) ->
 
 def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
     """Yield the replacements outside ``torch``, ``torch.cuda`` and ``Tensor``."""
-    for module in (torch.cuda.memory, torch.cuda.random, torch.accelerator):
+    for module in (torch.cuda.memory, torch.cuda.random, torch.accelerator, torch.accelerator.memory):
         yield from ((module, name, value) for name, value in cuda.items() if hasattr(module, name))
     yield torch.accelerator, "current_accelerator", answering(lambda: torch.device("cuda"))
-    yield torch.accelerator, "current_device_index", answering(lambda: ledger.card_index)
-    yield torch.accelerator, "set_device_index", nothing()
+    for name in ("index", "idx"):
+        yield torch.accelerator, f"current_device_{name}", answering(lambda: ledger.card_index)
+        yield torch.accelerator, f"set_device_{name}", nothing()
     for name in ("mark", "range_push", "range_pop", "range_start", "range_end"):
         yield torch.cuda.nvtx, name, nothing()
     yield torch.cuda.nvtx, "range", contextmanager(lambda *_args, **_kwargs: iter([None]))  # decorates, too
@@ -100,8 +104,11 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
     for name in ("script", "trace"):
         yield torch.jit, name, _noted(ledger, getattr(torch.jit, name))
     yield import_module("torch.nn.parallel.data_parallel"), "scatter_kwargs", _to_one_card
-    yield torch.nn.init, "_no_grad_trunc_normal_", _drawn_once(ledger)
+    # Since 2.13 a truncated normal draws until no sample is rejected.
+    yield torch.nn.init, "_no_grad_trunc_normal_", _without_doubt(ledger, torch.nn.init._no_grad_trunc_normal_)
+    yield torch.nn.functional, "gaussian_nll_loss", _without_doubt(ledger, torch.nn.functional.gaussian_nll_loss)
     true_data_ptr, true_resize = torch.UntypedStorage.data_ptr, torch.UntypedStorage.resize_
+    true_share = torch.UntypedStorage.share_memory_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         ledger.resize(storage, size)
@@ -109,6 +116,11 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
 
     yield torch.UntypedStorage, "data_ptr", lambda storage: true_data_ptr(storage) or storage._cdata
     yield torch.UntypedStorage, "resize_", resize
+    yield (
+        torch.UntypedStorage,
+        "share_memory_",
+        lambda storage: storage if true_data_ptr(storage) == 0 else true_share(storage),
+    )
     group = _group_by_place(torch.utils._foreach_utils._group_tensors_by_device_and_dtype)
     for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         yield module, "_group_tensors_by_device_and_dtype", group
@@ -138,16 +150,6 @@ def _group_by_place(true_group: Callable[..., Any]) -> Callable[..., Any]:
 
 def _kernels(ledger: VirtualLedger) -> Replaced:
     """Yield the ops that CUDA runs in one kernel and the CPU does not."""
-    true_dropout = torch.dropout
-
-    def dropout(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002  torch's names
-        """Dropout by one kernel that keeps a boolean mask (aten/src/ATen/native/Dropout.cpp)."""
-        if train and 0 < p < 1 and input.numel() and ledger.place_of(input) is Place.DEVICE:
-            return torch.native_dropout(input, p, train)[0]
-        return true_dropout(input, p, train)
-
-    for owner in (torch._VF, torch):
-        yield owner, "dropout", dropout
     nested = import_module("torch.nested._internal.nested_tensor").NestedTensor
     yield nested, "__new__", _off_the_card(ledger, nested.__new__)
     flex = import_module("torch.nn.attention.flex_attention")
@@ -236,7 +238,19 @@ def _get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = No
 def _noted(ledger: VirtualLedger, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") == "torch.utils.tensorboard._pytorch_graph":
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if caller == "torch._decomp.decompositions_for_jvp":  # once, for derivatives forward
+            ours = {
+                id(value): name for name, value in vars(torch).items() if getattr(value, "__module__", "") == __name__
+            }
+            builtins = {key: f"aten::{name}" for key, name in ours.items() if hasattr(torch.ops.aten, name)}
+            with (
+                mock.patch.object(torch.jit._state._enabled, "enabled", True),
+                mock.patch.dict(torch.jit._builtins._get_builtin_table(), builtins),
+                warnings.catch_warnings(action="ignore", category=DeprecationWarning),
+            ):
+                return function(obj, *args, **kwargs)
+        if caller == "torch.utils.tensorboard._pytorch_graph":
             obj(*args[0]) if isinstance(args[0], tuple) else obj(args[0])  # a trace does
             return SimpleNamespace(graph=torch._C.Graph(), named_modules=obj.named_modules)
         if not (getattr(obj, "__module__", None) or "").startswith("torch."):
@@ -262,15 +276,35 @@ def _to_one_card(inputs: Any, kwargs: Any, cards: Any, dim: int = 0) -> tuple[An
     return (inputs,), (kwargs,)
 
 
-def _drawn_once(ledger: VirtualLedger) -> Callable[..., Tensor]:
-    """Return torch's truncated normal, which since 2.13 draws until no sample is rejected (torch/nn/init.py)."""
-    true_draw = torch.nn.init._no_grad_trunc_normal_
+def _without_doubt(ledger: VirtualLedger, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of torch whose questions about unknown values are all answered with no."""
 
-    def draw(*args: Any, **kwargs: Any) -> Tensor:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
         with ledger.placeholders.answering(truth=False):
-            return true_draw(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    return draw
+    return call
+
+
+def _exchange(ledger: VirtualLedger) -> Replaced:
+    """Yield DLPack's functions, which pass a virtual tensor on as it is."""
+    true_to, true_from = torch.to_dlpack, torch.from_dlpack
+
+    class Capsule(NamedTuple):
+        tensor: Tensor
+
+    def to_dlpack(tensor: Tensor) -> Any:
+        return true_to(tensor) if ledger.place_of(tensor) is None else Capsule(tensor.detach())
+
+    def from_dlpack(given: Any, **options: Any) -> Tensor:
+        tensor = given.tensor if isinstance(given, Capsule) else given
+        is_ours = isinstance(tensor, Tensor) and ledger.place_of(tensor) is not None
+        return tensor.detach() if is_ours else true_from(given, **options)
+
+    for module in (torch, torch.utils.dlpack):
+        yield module, "to_dlpack", to_dlpack
+        yield module, "from_dlpack", from_dlpack
 
 
 def _numbers_as_cards(parse: Callable[..., Any]) -> Callable[..., Any]:

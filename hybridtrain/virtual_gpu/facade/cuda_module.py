@@ -10,21 +10,33 @@ from typing import Any, NoReturn, Self
 import torch
 
 from hybridtrain.virtual_gpu.cards.card import Card
+from hybridtrain.virtual_gpu.facade.placeholders import where_called
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 
 CARD = torch.device("cuda", 0)
 _COUNTERS = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
 _CONSTANTS = {
     "is_available": True, "is_initialized": True, "_is_in_bad_fork": False, "is_current_stream_capturing": False,
-    "utilization": 100, "initial_seed": 0, "has_magma": True, "get_allocator_backend": "native",
+    "utilization": 100, "memory_usage": 0, "temperature": 0, "power_draw": 0, "clock_rate": 0, "initial_seed": 0,
+    "current_blas_handle": 0, "current_solver_handle": 0, "has_magma": True, "get_allocator_backend": "native",
     "get_sync_debug_mode": 0, "get_per_process_memory_fraction": 1.0, "can_device_access_peer": True,
 }  # fmt: skip
 _NOTHING = (
     "_lazy_init", "init", "set_device", "reset_accumulated_memory_stats", "ipc_collect", "synchronize", "set_stream",
-    "set_sync_debug_mode", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all",
+    "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats", "empty_host_cache", "set_sync_debug_mode",
+    "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
-_GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle")
-"""Replaced by classes, as annotations name them."""
+_REFUSED = {
+    **dict.fromkeys(("CUDAGraph", "Graph", "graph", "make_graphed_callables", "graph_pool_handle"), "CUDA graphs"),
+    **dict.fromkeys(
+        ("CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc", "caching_allocator_delete"),
+        "allocators beside torch's own",
+    ),
+    **dict.fromkeys(("caching_allocator_enable", "caching_allocator_disabled"), "blocks that are not cached"),
+    **dict.fromkeys(("host_memory_stats", "host_memory_stats_as_nested_dict"), "figures of pinned host memory"),
+    "GreenContext": "parts of a card",
+}
+"""Replaced by classes, as annotations name some of them."""
 _PEAKS = ("peak_memory_stats", "max_memory_allocated", "max_memory_reserved", "max_memory_cached")
 _BUILDS = (
     ((7, 5), "13.0", ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")),
@@ -152,6 +164,21 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         if allocator.capacity_bytes is not None:
             allocator.capacity_bytes = min(int(fraction * card.memory_bytes), card.allocator_capacity_bytes)
 
+    def free_and_total() -> tuple[int, int]:
+        return max(0, card.allocator_capacity_bytes - allocator.reserved_bytes), card.memory_bytes
+
+    class MemPool:
+        """A pool that has no blocks of its own."""
+
+        id, allocator = (0, 1), None
+
+        def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+            told = "memory pools: their blocks are counted in the common pool"
+            ledger.seen.approximated.setdefault(told, where_called())
+
+        def use_count(self) -> int:
+            return 1
+
     answers: dict[str, Callable[[], Any]] = {
         "device_count": lambda: ledger.num_cards,
         "current_device": lambda: ledger.card_index,
@@ -168,20 +195,26 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         "cudart": lambda: SimpleNamespace(
             cudaProfilerStart=answering(lambda: 0), cudaProfilerStop=answering(lambda: 0)
         ),
-        "mem_get_info": lambda: (max(0, card.allocator_capacity_bytes - allocator.reserved_bytes), card.memory_bytes),
+        **dict.fromkeys(("mem_get_info", "get_memory_info"), free_and_total),
+        "device_memory_used": lambda: card.memory_bytes - free_and_total()[0],
+        "list_gpu_processes": lambda: "GPU:0\nno processes are running",
         "get_rng_state": state,
         "get_rng_state_all": lambda: [state()],
         **dict.fromkeys(("memory_reserved", "memory_cached"), lambda: allocator.reserved_bytes),
         **dict.fromkeys(("max_memory_reserved", "max_memory_cached"), lambda: allocator.peak_reserved_bytes),
         **{f"reset_{name}": allocator.reset_peaks for name in _PEAKS},
-        "stream": nullcontext,
+        **dict.fromkeys(("stream", "StreamContext", "use_mem_pool"), nullcontext),
     }
     return {
         **{name: answering(lambda value=value: value) for name, value in _CONSTANTS.items()},  # type: ignore[misc]
         **{name: nothing() for name in _NOTHING},
         **{name: answering(answer) for name, answer in answers.items()},
-        **dict.fromkeys(("device", "device_of", "_DeviceGuard"), VirtualDevice),
-        **dict.fromkeys(("current_stream", "default_stream", "Stream", "Event"), VirtualStream),
+        **dict.fromkeys(("device", "device_of", "_DeviceGuard", "device_index"), VirtualDevice),
+        "MemPool": MemPool,
+        **dict.fromkeys(
+            ("current_stream", "default_stream", "Stream", "Event", "ExternalStream", "get_stream_from_external"),
+            VirtualStream,
+        ),
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.has_bfloat16_tensor_cores,
         "set_per_process_memory_fraction": set_fraction,
         "empty_cache": ledger.release_cache,
@@ -189,5 +222,5 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         "memory_snapshot": refusing(
             "a snapshot as data is not planned; hybridtrain virtual --snapshot FILE writes one"
         ),
-        **{name: type(name, (), {"__init__": refusing("CUDA graphs are not planned")}) for name in _GRAPHS},
+        **{name: type(name, (), {"__init__": refusing(f"{what} are not planned")}) for name, what in _REFUSED.items()},
     }

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call"
 """CUDA-only choices of kernels, and their scratch memory.
 
-Composite ops choose by device: attention, autocast, and dropout (in ``cuda_facade``). While ``cuda_paths`` is open,
+Composite ops choose by device: attention, autocast and dropout. While ``cuda_paths`` is open,
 they choose for virtual tensors as on CUDA. Each rule names its source in torch 2.13.
 """
 
@@ -69,6 +69,7 @@ def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
         fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         chooser = _AttentionChoice(ledger)
         paths.impl("scaled_dot_product_attention", chooser.attend, "AutogradMeta")
+        paths.impl("dropout", _dropout(ledger), "AutogradMeta")
         assert paths.m is not None
         for name, kernel in _CUDA_KERNELS.items():
             if _overload(name) is not None:
@@ -88,6 +89,18 @@ def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
         autocast.enable(is_enabled=False)
         paths._destroy()
         fallback._destroy()
+
+
+def _dropout(ledger: VirtualLedger) -> Callable[..., Tensor]:
+    """Return dropout by one kernel that keeps a boolean mask (aten/src/ATen/native/Dropout.cpp)."""
+
+    def dropout(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002  torch's names
+        if train and 0 < p < 1 and input.numel() and ledger.place_of(input) is Place.DEVICE:
+            return torch.native_dropout(input, p, train)[0]
+        out: Tensor = _ATEN.dropout.default._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, input, p, train)
+        return out
+
+    return dropout
 
 
 @contextmanager
@@ -166,6 +179,28 @@ def _backward_sums(
     return *sums, *(gradient.new_empty(mean.shape, dtype=like.dtype) if asked else None for asked in masks[1:])
 
 
+def _like_first(values: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return torch.empty_like(values)
+
+
+def _like_second(_gradient: Tensor, values: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return torch.empty_like(values)
+
+
+def _with_mask(values: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Return the quantized values and the mask of those within range (quantized/FakeQuantPerTensorAffine.cpp)."""
+    return torch.empty_like(values), torch.empty_like(values, dtype=torch.bool)
+
+
+def _learned_step(_gradient: Tensor, values: Tensor, scale: Tensor, zero: Tensor, *_args: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(values), torch.empty_like(scale), torch.empty_like(zero)
+
+
+def _reflectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return LAPACK's form of a QR factorization: reflectors and their factors."""
+    return torch.empty_like(matrix), matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:])))
+
+
 _CUDA_KERNELS: dict[str, Callable[..., Any]] = {
     "batch_norm_stats": _channel_sums(2),
     "batch_norm_gather_stats_with_counts": _channel_sums(2),
@@ -173,10 +208,28 @@ _CUDA_KERNELS: dict[str, Callable[..., Any]] = {
     "batch_norm_backward_reduce": _backward_sums,
     "batch_norm_backward_elemt": lambda _gradient, x, *_args: torch.empty_like(x),
     "_fused_rms_norm": _rms_norm,
-    "mish_backward": lambda gradient, _input: torch.empty_like(gradient),
-    "_fused_sgd_": lambda *_args, **_kwargs: None,
-    "_fused_sgd_.tensor_lr": lambda *_args, **_kwargs: None,
-}
+    **dict.fromkeys(
+        ("mish_backward", "_standard_gamma_grad", "_dirichlet_grad", "_sample_dirichlet", "binomial",
+         "_fake_quantize_learnable_per_tensor_affine", "_fake_quantize_learnable_per_channel_affine", "glu_jvp"),
+        _like_first,
+    ),
+    **dict.fromkeys(
+        ("multi_margin_loss_backward", "multilabel_margin_loss_backward", "fractional_max_pool3d_backward"),
+        _like_second,
+    ),
+    **dict.fromkeys(
+        ("fake_quantize_per_tensor_affine_cachemask", "fake_quantize_per_channel_affine_cachemask",
+         "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"),
+        _with_mask,
+    ),
+    **dict.fromkeys(
+        ("_fake_quantize_learnable_per_tensor_affine_backward", "_fake_quantize_learnable_per_channel_affine_backward"),
+        _learned_step,
+    ),
+    "geqrf": _reflectors,
+    "equal": lambda _one, _other: False,  # of numbers that torch itself makes: is a count 0
+    **dict.fromkeys(("_fused_sgd_", "_fused_adagrad_"), lambda *_args, **_kwargs: None),
+}  # fmt: skip
 """Ops with one kernel on CUDA, but none or several on the meta device (native_functions.yaml)."""
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 from hybridtrain.virtual_gpu.cards.card import Card
 from hybridtrain.virtual_gpu.facade.cuda_module import cuda_build
 
-_DRIVER = "580.65.06"
+DRIVER = "580.65.06"
 """The driver that came with CUDA 13.0."""
 _PROGRAM = """#!{python} -IS
 import sys
@@ -69,7 +69,7 @@ def nvidia_smi(card: Card, num_cards: int) -> Iterator[None]:
         "name": (card.name, ""), "gpu_name": (card.name, ""), "count": (str(num_cards), ""), "index": ("", ""),
         "memory.total": (total, "MiB"), "memory.free": (total, "MiB"), "memory.used": ("0", "MiB"),
         "compute_cap": (card.compute_capability, ""), "utilization.gpu": ("100", "%"), "utilization.memory": ("0", "%"),
-        "driver_version": (_DRIVER, ""), "cuda_version": (cuda_build(card)[0], ""),
+        "driver_version": (DRIVER, ""), "cuda_version": (cuda_build(card)[0], ""),
         **dict.fromkeys(("uuid", "gpu_uuid"), ("GPU-00000000-0000-0000-0000-000000000000", "")),
     }  # fmt: skip
     with TemporaryDirectory(prefix="hybridtrain-bin-") as folder:

@@ -3,6 +3,7 @@
     a number that is read         True, 1 or 1.0 (``loss.item()``, a norm, "are all positions attended to?")
     are they finite               yes: ``isnan`` and ``isinf`` say no, ``isfinite`` says yes
     is a drawn number rejected    no: ``torch.nn.init.trunc_normal_`` draws once
+    is a variance negative        no: ``gaussian_nll_loss`` goes on
     which are the largest         position r of the k-th choice is (r * k + j) mod n: experts are loaded evenly
     is it one of these            no: no generated token is an end token, and texts get as long as they may
     does L-BFGS make progress     yes: a step takes all its iterations, with one evaluation each

@@ -67,7 +67,11 @@ _FIRST_KEY = {
 }
 """Index of the keys among the operands of attention ops with grouped heads; queries before, values after."""
 _FOUR_BIT_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"})
-_FUSED_UPDATES = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+_FUSED_UPDATES = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+_FILLS_BY_ONE = {
+    **{fill.Tensor: fill.Scalar for fill in (_ATEN.masked_fill, _ATEN.masked_fill_)},
+    **{fill.int_Tensor: fill.int_Scalar for fill in (_ATEN.index_fill, _ATEN.index_fill_)},
+}
 _HOST_WORK = 2**20
 """Least bytes of host arithmetic that appears in the timeline."""
 
@@ -119,7 +123,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             ),
             _ATEN._nested_tensor_from_mask_left_aligned.default: self._keep_padding,
             **{getattr(_ATEN, name).tensor_lr: partial(self._with_rate, name) for name in _FUSED_UPDATES},
-            **{fill.Tensor: partial(self._fill_by_mask, fill) for fill in (_ATEN.masked_fill, _ATEN.masked_fill_)},
+            **{fill: partial(self._fill_by_one, of_number) for fill, of_number in _FILLS_BY_ONE.items()},
             _ATEN.set_.default: self._set_storage,
             _ATEN.set_.source_Storage: self._set_storage,
             _ATEN.set_.source_Storage_storage_offset: self._set_storage,
@@ -153,10 +157,10 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         self.placeholders.note(func, "may an encoder drop its padding: no")
         return False
 
-    def _fill_by_mask(self, fill: Any, func: Op, args: Args, _kwargs: Kwargs) -> Any:
+    def _fill_by_one(self, fill: Op, func: Op, args: Args, _kwargs: Kwargs) -> Any:
         """Fill with a tensor of one number, which may be on the host."""
         with self:
-            return fill.Scalar(*args[:2], self.values.read(func, args[2:], {}))
+            return fill(*args[:-1], self.values.read(func, args[-1:], {}))
 
     def _with_rate(self, name: str, _func: Op, args: Args, kwargs: Kwargs) -> Any:
         """Run a fused update whose learning rate is a tensor as one of a number: shapes are the same."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -476,3 +477,56 @@ def test_a_mask_is_filled_with_a_number_of_the_host() -> None:
 
 def test_annotations_may_name_a_graph() -> None:
     assert torch.cuda.CUDAGraph | None
+
+
+def test_plain_attention_with_dropout_keeps_a_boolean_mask() -> None:
+    queries, keys, values = (torch.randn(2, 4, 256, 64, device="cuda", requires_grad=True) for _ in range(3))
+    before, scores, operand = allocated(), 4 * 2 * 4 * 256 * 256, 4 * 2 * 4 * 256 * 64
+    with sdpa_kernel(SDPBackend.MATH):
+        out = nn.functional.scaled_dot_product_attention(queries, keys, values, dropout_p=0.1)
+    workspace = 8.125 * MIB
+    kept = 2 * scores + scores // 4 + 3 * operand  # softmax, dropped and masked; queries and keys scaled, the result
+    assert allocated() - before - workspace == kept, out.shape
+
+
+@pytest.mark.parametrize(("function", "kept"), [
+    (lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127), 5),
+    (lambda x: torch.fake_quantize_per_channel_affine(
+        x, torch.ones(64, device="cuda"), torch.zeros(64, device="cuda", dtype=torch.int32), 0, -128, 127), 5),
+    (lambda x: nn.functional.fractional_max_pool3d(x.view(1, 4, 16, 16, 16), 2, output_size=(8, 8, 8)), 12 / 8),
+    (torch._standard_gamma, 4),
+])  # fmt: skip
+def test_ops_that_torch_has_no_meta_kernel_for(function: Callable[[Tensor], Tensor], kept: float) -> None:
+    weights = torch.rand(64, 256, device="cuda", requires_grad=True)
+    before = allocated()
+    out = function(weights)
+    assert kept * weights.numel() <= allocated() - before <= kept * weights.numel() + 1024
+    out.sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.shape == weights.shape
+
+
+def test_losses_and_factorizations_without_a_meta_kernel() -> None:
+    scores = torch.randn(8, 5, device="cuda", requires_grad=True)
+    nn.functional.multi_margin_loss(scores, torch.zeros(8, dtype=torch.int64, device="cuda")).backward()
+    nn.functional.multilabel_margin_loss(scores, torch.zeros(8, 5, dtype=torch.int64, device="cuda")).backward()
+    nn.functional.gaussian_nll_loss(scores, torch.zeros_like(scores), scores.exp()).backward()
+    torch.distributions.Dirichlet(scores.exp()).rsample().sum().backward()
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(64, 8).cuda())
+    assert layer(torch.randn(2, 64, device="cuda")).shape == (2, 8)
+    assert torch.cov(scores).shape == (8, 8)
+    assert [part.shape for part in torch.geqrf(torch.randn(3, 6, 4, device="cuda"))] == [(3, 6, 4), (3, 4)]
+
+
+def test_places_are_filled_with_a_number_of_the_host() -> None:
+    places = torch.tensor([1], device="cuda")
+    assert torch.zeros(2, device="cuda").index_fill_(0, places, torch.tensor(3.0)).tolist() == [0.0, 3.0]
+
+
+def test_derivatives_forward(gpu: VirtualGpu) -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).cuda(), torch.randn(4, 8, device="cuda")
+    value, slope = torch.func.jvp(model, (batch,), (torch.ones_like(batch),))
+    assert value.shape == slope.shape == (4, 8)
+    hessian = torch.func.hessian(lambda x: model(x).square().sum())(batch[0])
+    assert hessian.shape == (8, 8)
+    assert not gpu.ledger.seen.compiled, "torch's own preparation is no compiled code of the script"
