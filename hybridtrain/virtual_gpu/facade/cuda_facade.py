@@ -289,7 +289,7 @@ def _without_doubt(ledger: VirtualLedger, function: Callable[..., Tensor]) -> Ca
 
 def _exchange(ledger: VirtualLedger) -> Replaced:
     """Yield DLPack's functions, which pass a virtual tensor on as it is."""
-    true_to, true_from = torch.to_dlpack, torch.from_dlpack
+    true_to, true_from = torch._C._to_dlpack, torch.utils.dlpack.from_dlpack
 
     class Capsule(NamedTuple):
         tensor: Tensor
