@@ -56,12 +56,12 @@ def count_bytes(func: Op, args: Args, kwargs: Kwargs, out: Any) -> int:
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values and inside their lists and tuples."""
+    """Yield the tensors among values and inside their lists and tuples, and lists of lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, tuple | list):
-            yield from (item for item in value if isinstance(item, Tensor))
+            yield from tensors_in(value)
 
 
 def written_tensors(func: Op, args: Args, kwargs: Kwargs) -> list[Tensor]:
@@ -194,9 +194,15 @@ class OpTraits:
     """Whether its first argument is a tensor, and no other one is."""
     is_composite: bool
     """Whether it is made of other ops; autograd takes it apart, but inference mode hands it on whole."""
+    is_torchs: bool
+    """Whether torch defines it, and no library or script."""
 
 
 _TRAITS: dict[int, OpTraits] = {}
+
+
+_TORCHS = frozenset({"aten", "prims", "c10d", "_c10d_functional", "higher_order", "hybridkernels"})
+"""Namespaces of ops that have kernels or rules here."""
 
 
 def traits_of(func: Op) -> OpTraits:
@@ -220,6 +226,7 @@ def _read_traits(func: Op) -> OpTraits:
         and not name.startswith(("empty", "sparse", "_")),
         has_one_tensor=[i for i, _, kind, _ in items if "Tensor" in kind] == [0] and items[0][2] == "Tensor",
         is_composite=_has_kernel(func, "CompositeImplicitAutograd") and not _has_kernel(func, "CPU"),
+        is_torchs=func.namespace in _TORCHS,
     )
 
 

@@ -67,6 +67,7 @@ def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) ->
             _elsewhere(ledger, cuda),
             _kernels(ledger),
             _exchange(ledger),
+            ledger.own_ops.names(),
             _build_of_cuda(ledger.card),
             _libraries(ledger),
         ):

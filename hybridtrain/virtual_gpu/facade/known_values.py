@@ -13,11 +13,15 @@ from hybridtrain.virtual_gpu.account.op_rules import Args, Kwargs, Op, is_truly_
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
 from hybridtrain.virtual_gpu.facade.op_sets import (
     ANY_ALL,
+    DRAWS,
     FILLS,
     FINITE_ANSWERS,
+    LIKES,
+    LOGIC,
     PUTS,
     QUESTIONS,
     TAKES_HOST_INDICES,
+    is_integral,
     is_small,
     like,
     made_on_meta,
@@ -29,6 +33,9 @@ from hybridtrain.virtual_gpu.facade.sequence_ops import PACK
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
+_KNOWN_FLOATS_OF_HOST = 2**20
+"""Most elements of a floating-point tensor of the host with known values, by which scripts draw masks."""
+_EQUAL = {_ATEN.eq: False, _ATEN.ne: True}
 _DIMS_OF_PLACES = 2
 _MASKS = frozenset({torch.bool, torch.uint8})
 
@@ -53,6 +60,8 @@ class VirtualStorage:
     """Known values, on the CPU."""
     fill: bool | None = None
     """Placeholder value of all elements."""
+    rule: str = ""
+    """Rule that the fill rests on; empty: that numbers are finite."""
     label: tuple[TensorClass, str] | None = None
     """Class before it was resized to nothing."""
     arriving: int | None = None
@@ -60,7 +69,7 @@ class VirtualStorage:
 
     def forget(self) -> None:
         """Mark its values as unknown."""
-        self.values = self.fill = None
+        self.values, self.fill, self.rule = None, None, ""
 
 
 class KnownValues:
@@ -94,14 +103,15 @@ class KnownValues:
         if holding is not None:
             holding.forget()
 
-    def keep(self, func: Op, out: Any, written: Sequence[Tensor], results: Any) -> None:
+    def keep(self, func: Op, args: Args, out: Any, written: Sequence[Tensor], results: Any) -> None:
         """Keep the values of new tensors; forget those overwritten by unknown ones."""
         if results is None:
+            found = self._filled(func, args)
             for tensor in written:
                 self.forget(tensor)
-            answer = FINITE_ANSWERS.get(func._overloadpacket)
-            if answer is not None and (holding := self._held.get(out.untyped_storage()._cdata)) is not None:
-                holding.fill = answer
+            holding = None if found is None else self._held.get(out.untyped_storage()._cdata)
+            if found is not None and holding is not None and out.nbytes == holding.size:
+                holding.fill, holding.rule = found
             return
         if written:
             return
@@ -110,27 +120,25 @@ class KnownValues:
             if value is None or not isinstance(tensor, Tensor):
                 continue
             holding = self._held.get(tensor.untyped_storage()._cdata)
-            if holding is not None and holding.values is None and is_small(tensor):
+            if holding is not None and holding.values is None and self._is_kept(tensor):
                 self._fresh(tensor, holding).copy_(value)
 
     def compute(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
         """Compute an op's results on the CPU (no results: empty tuple); None if unknown.
 
         Results of factories are known, random ones included, as scripts make batches of them; random functions of
-        operands are not.
+        operands are on the host alone.
         """
         traits = traits_of(func)
-        if func.is_view or (traits.is_random and operands):
+        if func.is_view or (traits.is_random and operands and not all(map(self._is_of_host, operands))):
             return None
-        if not operands and not (traits.is_factory and is_small(made_on_meta(func, args, kwargs))):
-            return None
-        if func in ANY_ALL and args[0].is_meta:
-            holding = self._held.get(args[0].untyped_storage()._cdata)
-            if holding is not None and holding.fill is not None:
-                return torch.tensor(holding.fill, device="cpu")
+        if not operands or func._overloadpacket in LIKES:
+            return self._made(func, args, kwargs)
+        if func in ANY_ALL and (fill := self._fill_of(func, args[0])) is not None:
+            return torch.tensor(fill, device="cpu")
         values: dict[int, Tensor] = {}
         for tensor in operands:
-            if not is_small(tensor):
+            if not self._is_kept(tensor):
                 return None
             known = self.of(tensor)
             if known is None:
@@ -138,15 +146,15 @@ class KnownValues:
             if known is None:
                 return self._placeholders.rule(func, args, kwargs)
             values[id(tensor)] = known
-        kwargs = without_generator(kwargs)
-        if "device" in kwargs:
-            kwargs["device"] = _CPU
         return _on_cpu(func, args, kwargs, values)
 
     def read(self, func: Op, args: Args, _kwargs: Kwargs) -> Any:
         """Return a tensor's single value as a Python number, a placeholder if unknown."""
         known = self.of(args[0])
-        return self._placeholders.number(func, args[0].dtype) if known is None else known.item()
+        if known is not None:
+            return known.item()
+        fill = self._fill_of(func, args[0])
+        return self._placeholders.number(func, args[0].dtype) if fill is None else fill
 
     def compare(self, func: Op, args: Args, kwargs: Kwargs) -> bool:
         """Return whether two tensors are equal, or close."""
@@ -172,9 +180,12 @@ class KnownValues:
         if func is _ATEN.nonzero.default and self._placeholders.assumed.keep is not None:
             shape = (self._placeholders.kept(func, args[0].numel()), args[0].dim())
             return torch.empty(shape, dtype=torch.int64, device="meta")
-        if func is _ATEN.masked_select.default and self._placeholders.assumed.keep is not None:
-            count = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()  # type: ignore[no-untyped-call]
-            return torch.empty(self._placeholders.kept(func, count), dtype=args[0].dtype, device="meta")
+        if func is _ATEN.masked_select.default:
+            shape, mask = torch.broadcast_shapes(args[0].shape, args[1].shape), self.of(args[1])  # type: ignore[no-untyped-call]
+            if mask is None and self._placeholders.assumed.keep is None:
+                return None
+            count = self._placeholders.kept(func, shape.numel()) if mask is None else int(mask.expand(shape).sum())
+            return torch.empty(count, dtype=args[0].dtype, device="meta")
         return None
 
     def resolve_masks(self, func: Op, args: Args) -> tuple[Any, ...]:
@@ -232,9 +243,68 @@ class KnownValues:
         assert known is not None
         return known
 
+    def _is_of_host(self, tensor: Tensor) -> bool:
+        if not tensor.is_meta:
+            return True
+        holding = self._held.get(tensor.untyped_storage()._cdata)
+        return holding is not None and holding.place is Place.HOST
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is small enough to keep its values, which on the host may be data."""
+        return is_small(tensor) or (tensor.numel() <= _KNOWN_FLOATS_OF_HOST and self._is_of_host(tensor))
+
+    def _made(self, func: Op, args: Args, kwargs: Kwargs) -> Any:
+        """Return what a factory makes, from numbers or in the shape of a tensor; None if it is too much to keep."""
+        like = args[0] if args and isinstance(args[0], Tensor) else None
+        if like is None and not traits_of(func).is_factory:
+            return None
+        if any(isinstance(value, Tensor) for value in args[1:]):
+            return None
+        made = made_on_meta(func, args, kwargs)
+        device = kwargs.get("device")
+        is_of_host = (like is None or self._is_of_host(like)) if device is None else device.type == "cpu"
+        if not is_small(made) and not (is_of_host and made.numel() <= _KNOWN_FLOATS_OF_HOST):
+            return None
+        if like is not None:  # its shape alone
+            args = (torch.empty((), dtype=like.dtype, device="cpu").expand(like.shape), *args[1:])
+            kwargs = {**kwargs, "device": _CPU, "memory_format": torch.contiguous_format}
+        return _on_cpu(func, args, kwargs, {})
+
+    def _fill_of(self, func: Op, tensor: Tensor) -> bool | None:
+        """Return the placeholder value of all elements of an unknown tensor; note the rule that it rests on."""
+        holding = self._held.get(tensor.untyped_storage()._cdata)
+        if holding is None or holding.fill is None:
+            return None
+        if holding.rule:
+            self._placeholders.note(func, holding.rule)
+        return holding.fill
+
+    def _filled(self, func: Op, args: Args) -> tuple[bool, str] | None:
+        """Return the placeholder value of all elements that an op makes, and its rule; None without one."""
+        packet = func._overloadpacket
+        if packet in FINITE_ANSWERS:
+            return FINITE_ANSWERS[packet], ""
+        if packet in _EQUAL and is_integral(args[0].dtype) and args[0].dtype is not torch.bool:
+            return _EQUAL[packet], "is a computed token this one: no"
+        combine = LOGIC.get(packet)
+        if combine is None:
+            return None
+        found = [one for value in args if isinstance(value, Tensor) and (one := self._one_value(value))]
+        if len(found) < len(func._schema.arguments):
+            return None
+        return combine(*(fill for fill, _ in found)), next((rule for _, rule in found if rule), "")
+
+    def _one_value(self, tensor: Tensor) -> tuple[bool, str] | None:
+        """Return the boolean that all elements of a tensor have, and its rule; None if they have none, or several."""
+        known = self.of(tensor)
+        if known is not None and known.numel():
+            return (bool(known.flatten()[0]), "") if bool((known == known.flatten()[0]).all()) else None
+        holding = self._held.get(tensor.untyped_storage()._cdata)
+        return None if holding is None or holding.fill is None else (holding.fill, holding.rule)
+
     def _assume(self, func: Op, args: Args, tensor: Tensor) -> Tensor | None:
         """Return placeholder values for an unknown tensor that is overwritten, or for a single number that is read."""
-        if func in FILLS and tensor is args[0]:
+        if tensor is args[0] and is_small(tensor) and (func in FILLS or func._overloadpacket in DRAWS):
             holding = self._held.get(tensor.untyped_storage()._cdata)
             if holding is not None and tensor.nbytes == holding.size:
                 return self._fresh(tensor, holding)
@@ -251,8 +321,11 @@ def _on_cpu(func: Op, args: Args, kwargs: Kwargs, values: dict[int, Tensor]) -> 
     """
 
     def known(value: Any) -> Any:
-        return map_tensors(value, lambda tensor: values[id(tensor)])
+        return map_tensors(value, lambda tensor: values.get(id(tensor), tensor))
 
+    kwargs = without_generator(kwargs)
+    if "device" in kwargs:
+        kwargs["device"] = _CPU
     try:
         made = func(*map(known, args), **{name: known(value) for name, value in kwargs.items()})
     except NotImplementedError:

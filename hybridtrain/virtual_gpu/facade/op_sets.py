@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from functools import cache
+from operator import and_, not_, or_
 from typing import Any
 
 import torch
@@ -29,8 +30,22 @@ QUESTIONS = frozenset(
 """Ops that return a boolean about a number; no tag marks them."""
 ANY_ALL = frozenset({_ATEN.any.default, _ATEN.all.default, _ATEN._is_any_true.default, _ATEN._is_all_true.default})
 """Ops that return a boolean about all elements."""
+LOGIC: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys((_ATEN.logical_or, _ATEN.logical_or_, _ATEN.bitwise_or, _ATEN.bitwise_or_), or_),
+    **dict.fromkeys((_ATEN.logical_and, _ATEN.logical_and_, _ATEN.bitwise_and, _ATEN.bitwise_and_), and_),
+    **dict.fromkeys((_ATEN.logical_not, _ATEN.bitwise_not), not_),
+}
+"""Ops of booleans, each with its function of single ones."""
 FINITE_ANSWERS = {_ATEN.isnan: False, _ATEN.isinf: False, _ATEN.isfinite: True}
 """Answers of ops that test for NaN and infinity, for unknown values."""
+LIKES = frozenset(
+    {_ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.rand_like, _ATEN.randn_like, _ATEN.randint_like}
+)
+"""Ops that need the shape of an operand and not its values."""
+DRAWS = frozenset(
+    {_ATEN.uniform_, _ATEN.normal_, _ATEN.bernoulli_, _ATEN.random_, _ATEN.exponential_, _ATEN.log_normal_}
+)
+"""Ops that draw all values anew."""
 FILLS = frozenset({_ATEN.fill_.Scalar, _ATEN.zero_.default, _ATEN.copy_.default})
 """Ops that overwrite all values without reading them, which schemas do not show."""
 _ONE_DTYPE = MATMUL_OPS | {_ATEN.convolution.default}
@@ -76,6 +91,7 @@ def has_shapes_alone(func: Op) -> bool:
         or func in ANY_ALL | FILLS | COPIES
         or packet in QUESTIONS
         or packet in FINITE_ANSWERS
+        or packet in LOGIC
         or packet in WORKSPACES
         or packet is _ATEN.topk
     )

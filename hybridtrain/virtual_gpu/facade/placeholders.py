@@ -185,6 +185,12 @@ def where_called(*, in_script: bool = False) -> str:
     return _shorten(found.f_code.co_filename, found.f_lineno)
 
 
+def is_of_script(function: Callable[..., Any]) -> bool:
+    """Return whether a function is written in the script, or in code that is not installed as a package."""
+    code = getattr(function, "__code__", None)
+    return code is not None and _kind_of(code.co_filename) is _Code.SCRIPT
+
+
 class _Code(Enum):
     """Whose code a file is."""
 

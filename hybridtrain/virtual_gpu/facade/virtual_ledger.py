@@ -54,6 +54,7 @@ from hybridtrain.virtual_gpu.facade.op_sets import (
     touches_sparse,
     without_generator,
 )
+from hybridtrain.virtual_gpu.facade.own_ops import OwnOps
 from hybridtrain.virtual_gpu.facade.placed_storages import PlacedStorages
 from hybridtrain.virtual_gpu.facade.placeholders import Placeholders, UnplannedOpError, where_called
 from hybridtrain.virtual_gpu.facade.sequence_ops import OF_SEQUENCES, RECURRENT, recurrent_work
@@ -101,6 +102,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         """Limit of real memory for large results on the host, in bytes."""
         self._real_bytes = 0
         self._plain_ops: dict[OpKey, _KnownOp] = {}
+        self.own_ops = OwnOps()
         self.card_index = 0
         """Index of the card among ``num_cards`` of the machine."""
         self.num_cards = 1
@@ -135,9 +137,14 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         for kind in types:
             if kind.__torch_dispatch__ is not _PLAIN:  # a subclass takes itself apart; its parts come back here
                 return NotImplemented
+        traits = traits_of(func)
+        if not traits.is_torchs and (body := self.own_ops.body_of(func)) is not None:
+            if any(self.place_of(tensor) is Place.DEVICE for tensor in tensors_in([*args, *(kwargs or {}).values()])):
+                with self:
+                    return body(*args, **(kwargs or {}))
         outer, self.is_inside = self.is_inside, True
         try:
-            if traits_of(func).is_composite and func not in self._handlers:
+            if traits.is_composite and func not in self._handlers:
                 with self:
                     return func.decompose(*args, **(kwargs or {}))
             if func.is_view and self._is_simple_view(func, args, kwargs):
@@ -243,7 +250,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             return self._write_to_host(func, args, written, results)
         out = self._call(func, args, kwargs, results)
         self._book(func, args, kwargs, out, place, target)
-        self.values.keep(func, out, written, results)
+        self.values.keep(func, args, out, written, results)
         if key is not None and results is None and has_shapes_alone(func) and not self._scratch_bytes(func, args):
             answer = self._meta_cache.known(key)
             if answer is not None:
