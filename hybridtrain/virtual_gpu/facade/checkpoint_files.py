@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from sys import modules
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -190,11 +190,28 @@ def _has_mark(path: Path) -> bool:
         return len(size) == 8 and _MARK.encode() in file.read(min(struct.unpack("<Q", size)[0], 2**27))
 
 
+class _MovedStorage(NamedTuple):
+    """A storage of a file, as a function for ``map_location`` sees it."""
+
+    device: torch.device = torch.device("cpu")
+
+    def to(self, device: Any, *_args: Any, **_kwargs: Any) -> "_MovedStorage":
+        return _MovedStorage(torch.device("cuda", device) if isinstance(device, int) else torch.device(device))
+
+    def cuda(self, device: Any = None, **_kwargs: Any) -> "_MovedStorage":
+        return self.to("cuda" if device is None else device)
+
+    def cpu(self) -> "_MovedStorage":
+        return _MovedStorage()
+
+
 def _locator(map_location: Any) -> Locate:
-    """Return a tensor's target for ``torch.load``'s ``map_location``; a function is taken to keep it on the CPU."""
+    """Return a tensor's target for ``torch.load``'s ``map_location``."""
     if map_location is None:
         return torch.device
     if isinstance(map_location, Mapping):
         return lambda tag: torch.device(map_location.get(tag, tag))
-    target = torch.device("cpu") if callable(map_location) else torch.device(map_location)
+    if callable(map_location):
+        return lambda tag: torch.device(tag) if (to := map_location(_MovedStorage(), tag)) is None else to.device
+    target = torch.device(map_location)
     return lambda _tag: target

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -34,8 +33,9 @@ from hybridtrain.virtual_gpu.facade.nvml import nvml
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
 from hybridtrain.virtual_gpu.facade.sequence_ops import Replaced, sequence_layers
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods, as_device
-from hybridtrain.virtual_gpu.facade.tensor_types import card_types
+from hybridtrain.virtual_gpu.facade.tensor_types import CardType, card_types
 from hybridtrain.virtual_gpu.facade.traced_attention import flex_attention
+from hybridtrain.virtual_gpu.facade.triton_kernels import triton_kernels
 from hybridtrain.virtual_gpu.facade.virtual_ledger import VirtualLedger
 from hybridtrain.virtual_gpu.facade.worst_case import SAVING, WorstCase
 
@@ -69,7 +69,8 @@ def facade(ledger: VirtualLedger, methods: TensorMethods, autocast: Autocast) ->
             _exchange(ledger),
             ledger.own_ops.names(),
             _build_of_cuda(ledger.card),
-            _libraries(ledger),
+            _libraries(),
+            triton_kernels(ledger),
         ):
             for owner, name, value in replaced:
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
@@ -105,6 +106,9 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
     for name in ("script", "trace"):
         yield torch.jit, name, _noted(ledger, getattr(torch.jit, name))
     yield import_module("torch.nn.parallel.data_parallel"), "scatter_kwargs", _to_one_card
+    lazy = import_module("torch.nn.parameter").UninitializedTensorMixin
+    allowed = [getattr(torch.Tensor, name) for name in ("cuda", "cpu", "to", "get_device")]
+    yield lazy, "_allowed_methods", [*lazy._allowed_methods, *allowed]
     # Since 2.13 a truncated normal draws until no sample is rejected.
     yield torch.nn.init, "_no_grad_trunc_normal_", _without_doubt(ledger, torch.nn.init._no_grad_trunc_normal_)
     yield torch.nn.functional, "gaussian_nll_loss", _without_doubt(ledger, torch.nn.functional.gaussian_nll_loss)
@@ -198,26 +202,8 @@ def _build_of_cuda(card: Card) -> Replaced:
         yield module, "is_nccl_available", lambda: True
 
 
-def _launched(ledger: VirtualLedger) -> Callable[..., None]:
-    """Return the launch of a Triton kernel: it allocates nothing, as it writes into tensors that its caller made."""
-
-    def run(kernel: Any, *args: Any, warmup: bool = False, **kwargs: Any) -> None:
-        if warmup:  # compiles alone
-            return
-        while not hasattr(kernel, "__name__"):  # tuners and heuristics wrap it
-            kernel = kernel.fn
-        told = "Triton kernels are not run: their time is that of reading or writing every tensor argument once"
-        ledger.seen.approximated.setdefault(told, where_called(in_script=True))
-        ledger.launch(f"triton.{kernel.__name__}", (*args, *kwargs.values()))
-
-    return run
-
-
-def _libraries(ledger: VirtualLedger) -> Replaced:
+def _libraries() -> Replaced:
     """Yield the replacements in libraries that reach the driver by themselves."""
-    if find_spec("triton") is not None:
-        for module, name in (("jit", "JITFunction"), ("autotuner", "Autotuner"), ("autotuner", "Heuristics")):
-            yield getattr(import_module(f"triton.runtime.{module}"), name), "run", _launched(ledger)
     if "bitsandbytes" in sys.modules:
         functional = import_module("bitsandbytes.functional")
         # Unified memory: of the driver, not of torch's allocator; pages stay where they were touched last.
@@ -424,6 +410,7 @@ def _torch_names(ledger: VirtualLedger, autocast: Autocast) -> dict[str, Any]:
         "clear_autocast_cache": clear,
         "Generator": Generator,
         "compile": partial(_compile, ledger),
+        "set_default_tensor_type": _set_default_type,
         "device": _Device,
         "get_default_device": _default_device,
         "get_device_module": lambda *_args: torch.cuda,
@@ -511,6 +498,13 @@ def _from_data(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return made.requires_grad_() if requires_grad else made
 
     return make
+
+
+def _set_default_type(kind: Any) -> None:
+    """Set element type and device of new tensors, by the old name of both; a card's type is none of this torch."""
+    name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
+    torch.set_default_dtype(getattr(torch, name.rpartition(".")[2]).dtype)
+    torch.set_default_device("cuda" if ".cuda." in name or isinstance(kind, CardType) else None)
 
 
 def _default_context() -> DeviceContext | None:

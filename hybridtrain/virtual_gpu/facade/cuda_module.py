@@ -22,7 +22,7 @@ _CONSTANTS = {
     "get_sync_debug_mode": 0, "get_per_process_memory_fraction": 1.0, "can_device_access_peer": True,
 }  # fmt: skip
 _NOTHING = (
-    "_lazy_init", "init", "set_device", "reset_accumulated_memory_stats", "ipc_collect", "synchronize", "set_stream",
+    "_lazy_init", "_sleep", "init", "reset_accumulated_memory_stats", "ipc_collect", "synchronize", "set_stream",
     "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats", "empty_host_cache", "set_sync_debug_mode",
     "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
@@ -75,11 +75,11 @@ def answering(answer: Callable[[], Any]) -> Callable[..., Any]:
 class VirtualStream:
     """A stream or event of a card on which all work is complete at once."""
 
-    cuda_stream = cuda_event = stream_id = device_index = priority = 0
+    cuda_stream = cuda_event = stream_id = device_index = 0
     device = CARD
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
+    def __init__(self, _device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
+        self.priority = priority
 
     def __enter__(self) -> Self:
         return self
@@ -122,6 +122,10 @@ class _Stats(dict[str, int]):
 
     def __missing__(self, name: str) -> NoReturn:
         raise self._ledger.unplanned(f"memory_stats()[{name!r}] is not counted; counted are {', '.join(self)}")
+
+    def get(self, name: str, default: Any = None) -> Any:  # noqa: ARG002  dict's signature
+        """Return a figure; 0 in place of one that is not counted would be wrong."""
+        return self[name]
 
     def nested(self) -> dict[str, Any]:
         """Return dictionaries in dictionaries, by the parts of the names."""
@@ -193,7 +197,9 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
         "memory_stats_as_nested_dict": lambda: _Stats(ledger).nested(),
         "memory_summary": lambda: "\n".join(f"{name}: {value}" for name, value in _Stats(ledger).items()),
         "cudart": lambda: SimpleNamespace(
-            cudaProfilerStart=answering(lambda: 0), cudaProfilerStop=answering(lambda: 0)
+            cudaProfilerStart=answering(lambda: 0),
+            cudaProfilerStop=answering(lambda: 0),
+            cudaMemGetInfo=answering(free_and_total),
         ),
         **dict.fromkeys(("mem_get_info", "get_memory_info"), free_and_total),
         "device_memory_used": lambda: card.memory_bytes - free_and_total()[0],
@@ -216,11 +222,13 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
             VirtualStream,
         ),
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.has_bfloat16_tensor_cores,
+        "set_device": ledger.require_card,
         "set_per_process_memory_fraction": set_fraction,
         "empty_cache": ledger.release_cache,
         "default_generators": (torch.Generator("cpu"),) * ledger.num_cards,
-        "memory_snapshot": refusing(
-            "a snapshot as data is not planned; hybridtrain virtual --snapshot FILE writes one"
+        **dict.fromkeys(
+            ("memory_snapshot", "_snapshot"),
+            refusing("a snapshot as data is not planned; hybridtrain virtual --snapshot FILE writes one"),
         ),
         **{name: type(name, (), {"__init__": refusing(f"{what} are not planned")}) for name, what in _REFUSED.items()},
     }

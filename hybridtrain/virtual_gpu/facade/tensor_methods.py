@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridtrain.virtual_gpu.account.op_rules import is_truly_meta
@@ -60,7 +61,7 @@ class TensorMethods:
             "new": _method(self._new),
             "numpy": _method(self._numpy),
             "tolist": lambda tensor: self._true.tolist(self._real(tensor)),
-            "__array__": lambda tensor, *args, **kwargs: self._true.array(self._real(tensor), *args, **kwargs),
+            "__array__": lambda tensor, *args, **kwargs: self._true.array(self._for_numpy(tensor), *args, **kwargs),
             "__repr__": _method(self._show),
             "__setitem__": _method(self._set_item),
             "pin_memory": lambda tensor, *_args: tensor,
@@ -130,12 +131,15 @@ class TensorMethods:
         return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
 
     def _numpy(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._true.numpy(self._for_numpy(tensor), *args, **kwargs)
+
+    def _for_numpy(self, tensor: Tensor) -> Tensor:
         if self._place(tensor) is Place.DEVICE:
             raise TypeError(
                 "can't convert cuda:0 device type tensor to numpy. "
                 "Use Tensor.cpu() to copy the tensor to host memory first."
             )
-        return self._true.numpy(self._real(tensor), *args, **kwargs)
+        return self._real(tensor)
 
     def _show(self, tensor: Tensor, *args: Any, **kwargs: Any) -> str:
         here = self._place(tensor)
@@ -206,6 +210,8 @@ class TensorMethods:
         if torch.overrides.has_torch_function_unary(tensor):  # a subclass has a say
             method = vars(torch.Tensor)["to"]
             return torch.overrides.handle_torch_function(method, (tensor,), tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        if is_lazy(tensor):  # which hides its shape, of no element
+            tensor = tensor.as_subclass(Tensor)
         here = self._ledger.place_of(tensor)
         device, dtype, copies = _parse_to(args, kwargs)
         stays = device is None or (device.type == "cpu" and not is_truly_meta(tensor))
@@ -219,6 +225,8 @@ class TensorMethods:
         if here is None and is_truly_meta(tensor):
             raise NotImplementedError("Cannot copy out of meta tensor; no data! Use torch.nn.Module.to_empty().")
         target = Place.DEVICE if device.type == "cuda" else Place.HOST
+        if device.index and target is Place.DEVICE:
+            self._ledger.require_card(device)
         if tensor.layout is not torch.strided:
             raise self._ledger.unplanned(f"sparse tensors ({tensor.layout}) on the card are not planned")
         layout = kwargs.get("memory_format")

@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -318,7 +319,7 @@ class VirtualGpu:
             if torch._C._current_graph_task_id() == -1:
                 self._begin_forward()
                 self._note_checkpointing(module)
-            if module not in self._names:
+            if module not in self._names and not any(map(is_lazy, module.parameters())):  # these get their size now
                 self._name(module)
         self._depth += 1
         self.ledger.enter_module(self._names.get(module, ""))
@@ -333,7 +334,7 @@ class VirtualGpu:
                 return
 
     def _late_worlds(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield replacements for opening a process group without a launcher: alone, or as its environment says."""
+        """Yield replacements for processes without a launcher: a group alone or of its environment, or spawned ones."""
         dist = import_module("torch.distributed")
         true_init = dist.init_process_group
 
@@ -344,8 +345,18 @@ class VirtualGpu:
                 self._enter_world(size, int(os.environ.get("RANK", max(0, int(kwargs.get("rank", 0))))))
             return true_init(*args, **kwargs)
 
+        def spawn(
+            fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True,  # noqa: ARG001
+            daemon: bool = False, start_method: str = "spawn",  # noqa: ARG001  torch's signature
+        ) -> None:  # fmt: skip
+            """Run one of the processes that a script would start for its cards: this rank's."""
+            if not self._is_launched:
+                self._enter_world(nprocs)
+            fn(self.world.local_rank, *args)
+
         for module in (dist, import_module("torch.distributed.distributed_c10d")):
             yield module, "init_process_group", init
+        yield import_module("torch.multiprocessing"), "spawn", spawn
 
     def _enter_world(self, size: int, rank: int = 0) -> None:
         """Become one rank of a launcher's world.

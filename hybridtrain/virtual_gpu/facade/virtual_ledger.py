@@ -138,10 +138,10 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             if kind.__torch_dispatch__ is not _PLAIN:  # a subclass takes itself apart; its parts come back here
                 return NotImplemented
         traits = traits_of(func)
-        if not traits.is_torchs and (body := self.own_ops.body_of(func)) is not None:
-            if any(self.place_of(tensor) is Place.DEVICE for tensor in tensors_in([*args, *(kwargs or {}).values()])):
-                with self:
-                    return body(*args, **(kwargs or {}))
+        body = None if traits.is_torchs else self.own_ops.body_of(func)
+        if body and any(self.place_of(t) is Place.DEVICE for t in tensors_in([*args, *(kwargs or {}).values()])):
+            with self:
+                return body(*args, **(kwargs or {}))
         outer, self.is_inside = self.is_inside, True
         try:
             if traits.is_composite and func not in self._handlers:
@@ -186,6 +186,13 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         holding = self._held.get(tensor.untyped_storage()._cdata)
         return holding is not None and holding.size >= tensor.untyped_storage().nbytes()
 
+    def require_card(self, device: Any) -> None:
+        """Raise CUDA's ``RuntimeError`` for a card that this machine does not have."""
+        index = device if isinstance(device, int) else torch.device("cuda" if device is None else device).index
+        if index is not None and index >= self.num_cards:
+            told = f"virtual GPU: {device} on a machine with {self.num_cards} card" + "s" * (self.num_cards > 1)
+            raise RuntimeError(f"CUDA error: invalid device ordinal ({told}; --world N plans one of several)")
+
     def unplanned(self, what: str) -> UnplannedOpError:
         """Return an error, noted here, as a script may catch what a card would not raise."""
         text = f"{where_called()}: {what}; use another code path, or skip this line."
@@ -202,7 +209,7 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
         return func(*(map_tensors(value, lambda tensor: real[id(tensor)]) for value in args), **kwargs)
 
     def _run(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Any:
-        target = self._target if self._target is not None else _asked_for(func, args, kwargs, operands)
+        target = self._target if self._target is not None else self._asked_for(func, args, kwargs, operands)
         place = self._place(func, operands) if target is None else target
         if place is None:
             if makes_large_known_shape(func, operands) and not any(tensor.is_meta for tensor in operands):
@@ -226,6 +233,18 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
                 self._append_compute(func, args, {}, gradient, len(self._events))
                 return gradient
         return self._perform(func, args, kwargs, operands, place, target)
+
+    def _asked_for(self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Place | None:
+        """Return the place of an op's device argument; None where it has none, or makes real tensors."""
+        device = kwargs.get("device")
+        if device is None or device.type == "meta":
+            return None
+        if device.type == "cuda":
+            if device.index:
+                self.require_card(device)
+            return Place.DEVICE
+        is_real = not any(tensor.is_meta for tensor in operands)
+        return None if is_real and is_made_on_cpu(func, args, kwargs) else Place.HOST
 
     def _perform(
         self, func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor],
@@ -496,14 +515,3 @@ class VirtualLedger(PlacedStorages):  # type: ignore[no-untyped-call]
             wide = (t.new_empty((t.shape[0], heads, *t.shape[2:])) for t in args[first : first + 2])
             args = (*args[:first], *wide, *args[first + 2 :])
         return super()._flops(func, args, kwargs, out)
-
-
-def _asked_for(func: Op, args: Args, kwargs: Kwargs, operands: list[Tensor]) -> Place | None:
-    """Return the place of an op's device argument; None where it has none, or makes real tensors."""
-    device = kwargs.get("device")
-    if device is None or device.type == "meta":
-        return None
-    if device.type == "cuda":
-        return Place.DEVICE
-    is_real = not any(tensor.is_meta for tensor in operands)
-    return None if is_real and is_made_on_cpu(func, args, kwargs) else Place.HOST

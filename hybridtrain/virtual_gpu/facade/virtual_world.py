@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -69,7 +69,8 @@ def _replaced(world: World, ledger: VirtualLedger) -> Iterator[tuple[Any, str, A
     yield c10d, "_new_process_group_helper", partial(_fake_group, _find(c10d.__name__, "_new_process_group_helper"))
     yield c10d, "default_pg_nccl_timeout", timedelta(minutes=10)  # None where torch was built without NCCL
     yield torch._C, "_get_accelerator", lambda *_args: torch.device("cuda")
-    yield torch.multiprocessing, "spawn", partial(_spawn, world)
+    for module in (dist, c10d):
+        yield module, "all_reduce", _with_future(_has(module, "all_reduce"))
     yield dist, "_verify_params_across_processes", lambda *_args: None  # in C++, of values that do not exist
     ledger.links = partial(_link_seconds, world, ledger.card)
     yield from VirtualStreams(ledger).names()
@@ -182,12 +183,28 @@ def _fake_group(true_helper: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return true_helper(size, rank, ranks, torch.distributed.Backend("fake"), store, *rest, **kwargs)
 
 
-def _spawn(
-    world: World, fn: Callable[..., Any], args: Args = (), nprocs: int = 1, join: bool = True,  # noqa: ARG001
-    daemon: bool = False, start_method: str = "spawn",  # noqa: ARG001  torch's signature
-) -> None:  # fmt: skip
-    """Run one of the processes that a script would start for its cards: this rank's."""
-    fn(world.local_rank, *args)
+class _Done:
+    """The handle of a collective that is complete, with a future of its tensors, which a fake group does not give."""
+
+    def __init__(self, work: Any, tensors: list[torch.Tensor]) -> None:
+        self._work, self._tensors = work, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+def _with_future(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(all_reduce)
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(tensor, *args, **kwargs)
+        return work if work is None else _Done(work, [tensor])
+
+    return call
 
 
 def _on_host(spec: Any) -> torch.Tensor:

@@ -3,8 +3,10 @@
 import inspect
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,3 +87,64 @@ def test_the_driver_is_asked_for_memory() -> None:
     assert pynvml.nvmlDeviceGetName(handle) == "NVIDIA GeForce RTX 4090"
     with pytest.raises(UnplannedOpError, match=r"pynvml\.nvmlDeviceGetFanSpeed is not planned"):
         pynvml.nvmlDeviceGetFanSpeed(handle)
+
+
+def test_a_card_that_the_machine_lacks_is_refused_as_cuda_does() -> None:
+    for use in (
+        lambda: torch.zeros(2, device="cuda:1"), lambda: torch.zeros(2).to("cuda:1"), lambda: torch.zeros(2).cuda(1),
+        lambda: torch.cuda.set_device(1),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"invalid device ordinal .*cuda:1|1 on a machine with 1 card"):
+            use()
+
+
+def test_numpy_takes_no_tensor_of_the_card() -> None:
+    with pytest.raises(TypeError, match=r"Tensor\.cpu"):
+        np.asarray(torch.ones(2, device="cuda"))
+    assert np.asarray(torch.ones(2, device="cuda").cpu()).tolist() == [1.0, 1.0]
+
+
+def test_the_old_default_type_puts_tensors_on_the_card() -> None:
+    try:
+        torch.set_default_tensor_type("torch.cuda.HalfTensor")
+        made = torch.rand(4)
+        assert (made.is_cuda, made.dtype) == (True, torch.float16)
+    finally:
+        torch.set_default_tensor_type(torch.FloatTensor)
+    assert torch.rand(4).device.type == "cpu"
+
+
+def test_lazy_layers_get_their_parameters_on_the_card() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(4)).cuda()
+    assert model(torch.ones(2, 16, device="cuda")).shape == (2, 4)
+    assert model[0].weight.shape == (8, 16)
+    assert model[0].weight.is_cuda
+
+
+def test_statistics_that_are_not_counted_are_not_0() -> None:
+    assert torch.cuda.memory_stats().get("allocated_bytes.all.peak") == 0
+    with pytest.raises(UnplannedOpError, match="not counted"):
+        torch.cuda.memory_stats().get("segment.all.peak", 0)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is for Linux alone")
+def test_tritons_driver_and_tuner() -> None:
+    import triton  # noqa: PLC0415  where it is there
+
+    driver = triton.runtime.driver.active
+    assert driver.get_active_torch_device() == torch.device("cuda:0")
+    assert (driver.get_current_target().backend, driver.get_current_target().arch) == ("cuda", 89)
+    assert driver.utils.get_device_properties(0)["multiprocessor_count"] == 128
+
+    def copy(source: Any, target: Any, number: Any, block: triton.language.constexpr) -> None:
+        """Never compiled."""
+
+    configs = [triton.Config({"block": size}) for size in (64, 128)]
+    tuned = triton.autotune(configs=configs, key=["number"])(triton.jit(copy))
+    source = torch.ones(64, device="cuda")
+    reserved = []
+    for number in (64, 64, 32):
+        torch.cuda.empty_cache()
+        tuned[(1,)](source, source, number)
+        reserved.append(torch.cuda.memory_reserved() - 2 * 2**20)
+    assert reserved == [2**28, 0, 2**28], "the buffer of a measurement, once for each number"

@@ -1,6 +1,7 @@
 """One rank of many: what a script is told, what is put back, and what is refused."""
 
 import os
+from importlib import import_module
 
 import pytest
 import torch
@@ -54,3 +55,19 @@ def test_a_torch_without_a_private_name_is_told_by_its_version(monkeypatch: pyte
     monkeypatch.delattr(virtual_world.torch.distributed.Reducer, "_rebuild_buckets")
     with pytest.raises(TorchVersionError, match=torch.__version__.replace("+", r"\+")), VirtualGpu("l4", world=2):
         pass
+
+
+def test_a_process_that_is_spawned_for_each_card_runs_here() -> None:
+    ran = []
+
+    def train(rank: int, name: str) -> None:
+        dist.init_process_group("nccl", rank=rank, world_size=2)
+        gathered = [torch.zeros(3, device="cuda") for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, torch.ones(3, device="cuda"))
+        future = dist.all_reduce(torch.ones(3, device="cuda"), async_op=True).get_future()
+        halved = future.then(lambda done: done.value()[0] / 2).wait()
+        ran.append((rank, name, len(gathered), halved.shape))
+
+    with VirtualGpu("rtx-4090"):
+        import_module("torch.multiprocessing").spawn(train, args=("cards",), nprocs=2)
+    assert ran == [(0, "cards", 2, (3,))]
