@@ -304,7 +304,8 @@ class KnownValues:
 
     def _assume(self, func: Op, args: Args, tensor: Tensor) -> Tensor | None:
         """Return placeholder values for an unknown tensor that is overwritten, or for a single number that is read."""
-        if tensor is args[0] and is_small(tensor) and (func in FILLS or func._overloadpacket in DRAWS):
+        is_drawn = func._overloadpacket in DRAWS and not tensor.requires_grad  # data, and no weights
+        if tensor is args[0] and is_small(tensor) and (func in FILLS or is_drawn):
             holding = self._held.get(tensor.untyped_storage()._cdata)
             if holding is not None and tensor.nbytes == holding.size:
                 return self._fresh(tensor, holding)

@@ -1,5 +1,7 @@
 """What to train a model with: the fastest stacks on record, and what ``hybridtrain fit`` says now."""
 
+from functools import cache
+
 from hybridtrain.models.hf_config import hf_architectures
 from hybridtrain.reports.fit_arguments import FitArguments
 from hybridtrain.reports.fit_report import fit_command
@@ -50,9 +52,15 @@ def recommendations(results: Results) -> str:
 
 def training_options(model: str, card: str, host_memory: str = "64GiB", *, is_short: bool = False) -> str:
     """Return the command ``hybridtrain fit`` and its answer as Markdown, with ``is_short`` its first lines."""
-    text = fit_command(FitArguments(model=model, card=card, host_memory=host_memory)).as_text(_WIDTH)
+    text = _answer(FitArguments(model=model, card=card, host_memory=host_memory))
     memory = "" if host_memory == "64GiB" else f" --host-memory {host_memory}"
     lines = [f"hybridtrain fit {model} --card {card}{memory}", "", *text.splitlines()]
     if is_short:
         lines = [*lines[:_SHORT], "..."]
     return "\n".join(["```text", *lines, "```"])
+
+
+@cache
+def _answer(asked: FitArguments) -> str:
+    """Return an answer that two pages show, made once."""
+    return fit_command(asked).as_text(_WIDTH)
