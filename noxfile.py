@@ -78,7 +78,10 @@ def tests_browser(session: nox.Session) -> None:
         session.error("no Chromium on this machine, nothing was tested; apt-get install chromium")
     install(session, "browser")
     page = "tests/hybridvalidation/show/test_web_browser.py"
-    session.run("pytest", *(session.posargs or [page]), env={"OMP_NUM_THREADS": "1"})
+    session.run("hybridtrain", "report", "--html", "build/report", env={"OMP_NUM_THREADS": "1"})
+    # Made once; its pages are tried on every core.
+    arguments = session.posargs or [page, "--numprocesses", "auto"]
+    session.run("pytest", *arguments, env={"OMP_NUM_THREADS": "1", "HYBRIDTRAIN_REPORT": "build/report"})
 
 
 @nox.session

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from hybridtrain.virtual_gpu.facade.cuda_module import answering
 from hybridtrain.virtual_gpu.facade.nvidia_smi import DRIVER
@@ -40,5 +39,10 @@ def nvml(ledger: VirtualLedger, cuda: dict[str, Any]) -> Iterator[None]:
         nvmlDeviceGetMemoryInfo=memory, NVMLError=type("NVMLError", (Exception,), {}), NVML_TEMPERATURE_GPU=0,
         __getattr__=unknown,
     )  # fmt: skip
-    with mock.patch.dict(sys.modules, {"pynvml": module}):
+    before, sys.modules["pynvml"] = sys.modules.get("pynvml"), module
+    try:
         yield
+    finally:
+        del sys.modules["pynvml"]
+        if before is not None:
+            sys.modules["pynvml"] = before
