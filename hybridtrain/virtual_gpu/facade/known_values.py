@@ -285,7 +285,8 @@ class KnownValues:
         if packet in FINITE_ANSWERS:
             return FINITE_ANSWERS[packet], ""
         if packet in _EQUAL and is_integral(args[0].dtype) and args[0].dtype is not torch.bool:
-            return _EQUAL[packet], "is a computed token this one: no"
+            is_of_one = not isinstance(args[1], Tensor) or args[1].numel() == 1
+            return (_EQUAL[packet], "is a computed token this one: no") if is_of_one else None
         combine = LOGIC.get(packet)
         if combine is None:
             return None

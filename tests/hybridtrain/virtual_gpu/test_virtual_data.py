@@ -75,6 +75,8 @@ def test_a_generation_loop_of_the_script_runs_to_its_longest_text(gpu: VirtualGp
     assert generated(lambda _, following: not (following != 2).any()) == 16
     assert generated(lambda done, following: bool(done.logical_or(following.eq(2)).all().item())) == 16
     assert {use.rule for use in gpu.ledger.placeholders.uses()} == {"is a computed token this one: no"}
+    unknown = nn.Linear(64, 100).cuda()(torch.randn(8, 64, device="cuda")).argmax(-1)
+    assert bool((unknown == unknown.clone()).all()), "a check of many numbers passes"
 
 
 def test_a_function_says_where_a_file_is_loaded(tmp_path: Path) -> None:
