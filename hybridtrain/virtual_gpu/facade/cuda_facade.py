@@ -119,13 +119,13 @@ def _elsewhere(ledger: VirtualLedger, cuda: dict[str, Any]) -> Replaced:
         ledger.resize(storage, size)
         return true_resize(storage, size)
 
+    def share(storage: torch.UntypedStorage) -> Any:
+        """Share what has bytes; what is on a card is shared without being moved."""
+        return true_share(storage) if true_data_ptr(storage) else storage
+
     yield torch.UntypedStorage, "data_ptr", lambda storage: true_data_ptr(storage) or storage._cdata
     yield torch.UntypedStorage, "resize_", resize
-    yield (
-        torch.UntypedStorage,
-        "share_memory_",
-        lambda storage: storage if true_data_ptr(storage) == 0 else true_share(storage),
-    )
+    yield torch.UntypedStorage, "share_memory_", share
     group = _group_by_place(torch.utils._foreach_utils._group_tensors_by_device_and_dtype)
     for module in (torch.utils._foreach_utils, torch.nn.utils.clip_grad):
         yield module, "_group_tensors_by_device_and_dtype", group
