@@ -33,6 +33,7 @@ from hybridtrain.errors import (
     OutOfMemoryError,
     PlanConflictError,
     near_name,
+    short_text,
 )
 from hybridtrain.extension import extensions
 
@@ -156,7 +157,7 @@ def _show_interruption() -> int:
 
 def _report(error: Exception, arguments: Sequence[str]) -> tuple[str, str, Sequence[str], int]:
     """Write the traceback of a fault of ours to a file; return as ``_message_of``."""
-    what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}".rstrip(": ")
+    what = short_text(error)[:200]
     content = [
         f"hybridtrain {version('hybridtrain')}, Python {sys.version}\n", f"hybridtrain {shlex.join(arguments)}\n\n",
         *traceback.format_exception(error),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from hybridtrain.errors import short_text
 from hybridtrain.run.child_card import FOLDER, calling
 from hybridtrain.virtual_gpu.account.ledger import LedgerTrace, find_peak
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
@@ -114,7 +115,7 @@ def run_whole(python: PythonCommand, gpu: VirtualGpu, failed_step: int) -> Whole
             python.run()
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever the script raises
         if not isinstance(error, SystemExit) or error.code not in {None, 0}:
-            problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            problem = short_text(error)
     run, notes = whole.report(), whole.ledger.seen
     return WholeRun(
         capacity_bytes=least_capacity(run.trace, whole.config),

@@ -124,6 +124,7 @@ class VirtualRun:
             "placeholders": list(map(asdict, self.gpu.placeholders())),
             "without_gradient": list(self.gpu.without_gradient),
             "basis": self.basis.as_mapping(),
+            "error_after_oom": self.gpu.error_after_oom,
             "worst": None if self.worst is None else dict(self.worst),
             "whole_run": None if self.whole is None else self.whole.as_mapping(run.card),
         }
@@ -176,6 +177,8 @@ class VirtualRun:
         reserved = self.reserved
         if run.fits_card and reserved is not None and (reserved.margin_bytes > free or reserved.lengths_fit is False):
             found.append(reserved.as_text())
+        if self.gpu.error_after_oom:
+            found.append(f"UNCLEAR: the script caught this error, and then ended in {self.gpu.error_after_oom}")
         if not run.fits_card and self.whole is None:
             found.append("a larger --card shows what the whole step takes")
         return found

@@ -9,11 +9,7 @@ import pytest
 
 from hybridtrain.planning.time_error import WAITING_ERROR
 from hybridtrain.virtual_gpu.cards.roofline import time_errors
-from hybridvalidation.guide.figures import check_report
 from hybridvalidation.judge.time_error import LEAST_WAITING, MOST_WAITING
-from hybridvalidation.pictures import png
-from hybridvalidation.pictures.picture import Picture
-from hybridvalidation.scenario_files import ScenarioFiles
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("hybridtrain", "kernels", "validation") for path in (ROOT / folder).rglob("*.py"))
@@ -92,19 +88,3 @@ def test_the_error_of_steps_that_wait_is_that_of_its_table() -> None:
     assert "four of them were off by -20, -20, +2 and +46 %" in table  # by a rule that had not seen them
     assert told < WAITING_ERROR == fmean([0.20, 0.20, 0.02, 0.46])
     assert (min(waits), max(waits)) == (LEAST_WAITING, MOST_WAITING)
-
-
-def test_committed_text_follows_from_committed_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, draw = set[str](), png.png_of
-
-    def draw_first(picture: Picture) -> bytes:
-        if picture.name in drawn:  # one of each kind is drawn, which is what takes time
-            return b""
-        drawn.add(picture.name)
-        return draw(picture)
-
-    monkeypatch.setattr(png, "png_of", draw_first)
-    monkeypatch.chdir(ROOT)
-    # Dry runs of pages take half a minute: nox -s docs repeats them.
-    assert check_report(ScenarioFiles(ROOT / "scenarios"), Path("results"), plans=False) == []
-    assert {"cost", "horizon", "lr", "harm", "study-quality-ladder"} <= drawn

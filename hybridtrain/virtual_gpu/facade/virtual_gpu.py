@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hybridtrain.errors import ConfigError, reasons
+from hybridtrain.errors import ConfigError, reasons, short_text
 from hybridtrain.virtual_gpu.account.ledger import StepMark
 from hybridtrain.virtual_gpu.account.op_rules import tensors_in
 from hybridtrain.virtual_gpu.account.tensor_class import TensorClass
@@ -165,6 +165,8 @@ class VirtualGpu:
         """Parameters of the largest module that ran, or of the largest optimizer."""
         self.oom: OutOfMemory | None = None
         """The error of the virtual card that ended the code; None: none, or caught by the code."""
+        self.error_after_oom = ""
+        """Another error that ended the code after it caught ``oom``; a consequence of it or not."""
         self.float32_state: set[int] = set()
         """Storages of optimizer state in float32, of ``LEAST_STATE`` values or more."""
         self.can_fuse = False
@@ -226,6 +228,8 @@ class VirtualGpu:
             is_of_memory = any(isinstance(one, torch.OutOfMemoryError) for one in reasons(error))
             if is_of_memory or (was_last and (error is not None or not self.steps_done)):
                 self.oom = self.ledger.refusal
+                if not is_of_memory and isinstance(error, Exception):
+                    self.error_after_oom = short_text(error)
         return self.was_stopped
 
     def settings(self) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What a script needs that ran out of memory, and what would lower it."""
 
-import json
 import re
 from itertools import combinations
 from pathlib import Path
@@ -11,11 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridtrain.cli.main import main
-from hybridtrain.run import virtual_run
-from hybridtrain.run.second_run import Begin, WholeRun, run_whole
-from hybridtrain.virtual_gpu import VirtualGpu
-from hybridtrain.virtual_gpu.facade.launchers import PythonCommand
 from hybridtrain.virtual_gpu.facade.savings import cheapest
+from virtual_answer import virtual_answer
 
 MIB = 2**20
 CARD = """
@@ -70,25 +66,19 @@ print("end", file=sys.stderr)
 class Planner:
     """Plans scripts on a card of some MiB."""
 
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.capsys = folder, capsys
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __call__(self, mib: int, body: str, *arguments: str) -> dict[str, Any]:
         (self.folder / "card.toml").write_text(CARD.format(mib=mib))
         (self.folder / "train.py").write_text(body)
-        card = ["--card", str(self.folder / "card.toml")]
-        main(["virtual", *card, "--json", "--", str(self.folder / "train.py"), *arguments])
-        found: dict[str, Any] = json.loads(self.capsys.readouterr().out)
-        return found
+        card = str(self.folder / "card.toml")
+        return virtual_answer("--card", card, "--", str(self.folder / "train.py"), *arguments)[1]
 
 
 @pytest.fixture
-def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Planner:
-    def run_here(python: PythonCommand, gpu: VirtualGpu, _begin: Begin, failed_step: int) -> WholeRun:
-        return run_whole(python, gpu, failed_step)  # a new process takes seconds to import torch
-
-    monkeypatch.setattr(virtual_run, "second_run", run_here)
-    return Planner(tmp_path, capsys)
+def plan(tmp_path: Path) -> Planner:
+    return Planner(tmp_path)
 
 
 def test_what_the_whole_run_needs_is_the_least_card_on_which_it_fits(plan: Planner) -> None:

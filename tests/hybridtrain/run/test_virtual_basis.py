@@ -9,24 +9,19 @@ import pytest
 
 from hybridtrain.cli.main import main
 from hybridtrain.virtual_gpu.facade.basis import PlanBasis
+from virtual_answer import virtual_answer
 
 MIB = 2**20
 HEAD = "import torch\nfrom torch import nn\n"
 
 
-def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, *options: str) -> tuple[dict[str, Any], str]:
+def planned(tmp_path: Path, body: str, *options: str) -> tuple[dict[str, Any], str]:
     """Return the answer as a mapping, and the verdict with its caveats."""
     script = tmp_path / "script.py"
     script.write_text(HEAD + body)
-    command = ["virtual", *([] if "--card" in options else ["--card", "rtx-4090"]), *options]
-    main([*command, "--json", "--", str(script)])
-    answer = json.loads(capsys.readouterr().out)
-    main([*command, "--", str(script)])
-    out = capsys.readouterr().out
-    verdict = re.search(
-        r"^(FITS|FITS UNTIL .*|DOES NOT FIT): .*\n(  (?!speed |request |peak ).*\n)*", out, re.MULTILINE
-    )
-    assert verdict is not None, out
+    text, answer = virtual_answer(*([] if "--card" in options else ["--card", "rtx-4090"]), *options, "--", str(script))
+    verdict = re.match(r"(FITS|FITS UNTIL .*|DOES NOT FIT): .*\n(  (?!speed |request |peak ).*\n)*", text)
+    assert verdict is not None, text
     return answer, verdict[0]
 
 
@@ -80,11 +75,9 @@ for step in range(20):
 
 
 @pytest.mark.parametrize("body", [TWO_OPTIMIZERS, TURNS, ONE_EACH, UNUSED], ids=["both", "turns", "each", "unused"])
-def test_a_step_is_an_iteration_of_every_optimizer(
-    body: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    two, verdict = planned(tmp_path, capsys, body, "--steps", "2")
-    many, _ = planned(tmp_path, capsys, body)
+def test_a_step_is_an_iteration_of_every_optimizer(body: str, tmp_path: Path) -> None:
+    two, verdict = planned(tmp_path, body, "--steps", "2")
+    many, _ = planned(tmp_path, body)
     assert two["peak_allocated_bytes"] == many["peak_allocated_bytes"]
     assert two["by_class"]["optim_state"] == many["by_class"]["optim_state"] >= 16 * MIB
     assert two["step_time_s"] == pytest.approx(many["step_time_s"], rel=0.2)
@@ -114,9 +107,9 @@ for step in range({steps}):
     ],
 )
 def test_a_plan_whose_state_no_step_ran_beside_is_a_lower_bound(
-    optimizer: str, steps: int, is_whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    optimizer: str, steps: int, is_whole: bool, tmp_path: Path
 ) -> None:
-    _, verdict = planned(tmp_path, capsys, ONE_STEP.format(optimizer=optimizer, steps=steps))
+    _, verdict = planned(tmp_path, ONE_STEP.format(optimizer=optimizer, steps=steps))
     assert is_plain(verdict) if is_whole else "\n  LOWER BOUND: no whole step ran with the" in verdict
 
 
@@ -135,8 +128,8 @@ for _ in range(100_000):
     "loss",
     ['model(torch.randn(8, 64, device="cuda"))', '(torch.randn(8, 64, device="cuda") @ model.weight + model.bias)'],
 )
-def test_updates_by_hand_end_and_are_told(loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer, verdict = planned(tmp_path, capsys, BY_HAND.format(loss=loss), "--steps", "2")
+def test_updates_by_hand_end_and_are_told(loss: str, tmp_path: Path) -> None:
+    answer, verdict = planned(tmp_path, BY_HAND.format(loss=loss), "--steps", "2")
     assert answer["basis"]["num_backwards"] == 16
     assert "\n  LOWER BOUND: no step of a torch.optim optimizer ran" in verdict
 
@@ -159,10 +152,8 @@ for _ in range(2):
 
 @pytest.mark.parametrize("way", COMPILES)
 @pytest.mark.parametrize(("rows", "outcome"), [("64", "FITS: "), ("2**21", "DOES NOT FIT: ")])
-def test_compiled_code_is_planned_as_its_graphs(
-    way: str, rows: str, outcome: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer, verdict = planned(tmp_path, capsys, COMPILES[way] + TRAINS.format(rows=rows))
+def test_compiled_code_is_planned_as_its_graphs(way: str, rows: str, outcome: str, tmp_path: Path) -> None:
+    answer, verdict = planned(tmp_path, COMPILES[way] + TRAINS.format(rows=rows))
     assert verdict.startswith(outcome)
     assert "UPPER BOUND" not in verdict
     assert answer["basis"]["compiled"] == []
@@ -170,18 +161,16 @@ def test_compiled_code_is_planned_as_its_graphs(
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "cudagraphs"])
-def test_code_for_another_compiler_is_an_upper_bound_and_the_verdict_says_so(
-    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_for_another_compiler_is_an_upper_bound_and_the_verdict_says_so(backend: str, tmp_path: Path) -> None:
     script = f"f = torch.compile(torch.tanh, backend='{backend}')\n" + TRAINS.format(rows="64")
-    _, verdict = planned(tmp_path, capsys, script)
+    _, verdict = planned(tmp_path, script)
     assert "UPPER BOUND: torch.compile at " in verdict
     assert f" (backend {backend})" in verdict
     assert "script.py:" in verdict
 
 
-def test_what_is_not_compiled_is_no_upper_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, verdict = planned(tmp_path, capsys, "f = torch.compile(torch.tanh, disable=True)\n" + TRAINS.format(rows="64"))
+def test_what_is_not_compiled_is_no_upper_bound(tmp_path: Path) -> None:
+    _, verdict = planned(tmp_path, "f = torch.compile(torch.tanh, disable=True)\n" + TRAINS.format(rows="64"))
     assert is_plain(verdict)
 
 
@@ -210,27 +199,23 @@ for _ in range(2):
         "out[out > 0] = out[0]",
     ],
 )
-def test_a_refusal_that_a_script_catches_is_told(
-    attempt: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer, verdict = planned(tmp_path, capsys, CAUGHT.format(attempt=attempt, kind=kind))
+def test_a_refusal_that_a_script_catches_is_told(attempt: str, kind: str, tmp_path: Path) -> None:
+    answer, verdict = planned(tmp_path, CAUGHT.format(attempt=attempt, kind=kind))
     (refusal,) = answer["basis"]["refusals"]
     assert "script.py:8" in refusal
     assert "ON THIS PATH ONLY" in verdict
 
 
-def test_an_op_that_the_meta_device_lacks_is_told_where_a_script_catches_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_op_that_the_meta_device_lacks_is_told_where_a_script_catches_it(tmp_path: Path) -> None:
     lacking = "torch.ops.aten._cudnn_init_dropout_state(0.1, True, 1, dtype=torch.uint8, device=out.device)"
-    answer, verdict = planned(tmp_path, capsys, CAUGHT.format(attempt=lacking, kind="Exception"))
+    answer, verdict = planned(tmp_path, CAUGHT.format(attempt=lacking, kind="Exception"))
     assert "has no meta rule for this op;" in answer["basis"]["refusals"][0]
     assert "ON THIS PATH ONLY" in verdict
 
 
-def test_a_full_card_that_a_script_gets_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_card_that_a_script_gets_over_is_told(tmp_path: Path) -> None:
     attempt = "torch.empty(40 * 2**30, dtype=torch.uint8, device='cuda')"
-    answer, verdict = planned(tmp_path, capsys, CAUGHT.format(attempt=attempt, kind="torch.OutOfMemoryError"))
+    answer, verdict = planned(tmp_path, CAUGHT.format(attempt=attempt, kind="torch.OutOfMemoryError"))
     assert answer["fits"]
     assert "Tried to allocate 40.00 GiB" in answer["basis"]["refusals"][0]
     assert "ON THIS PATH ONLY" in verdict
@@ -248,9 +233,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_refusal_that_ends_a_script_decides_whatever_became_of_it(
-    end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_that_ends_a_script_decides_whatever_became_of_it(end: str, tmp_path: Path) -> None:
     body = f"""
 import os
 import sys
@@ -262,19 +245,21 @@ except torch.OutOfMemoryError as error:
 if failed:
     raise RuntimeError("no model")
 """
-    answer, verdict = planned(tmp_path, capsys, body)
+    answer, verdict = planned(tmp_path, body)
     assert "script.py runs out of memory on NVIDIA GeForce RTX 4090, before the first step" in verdict
     assert (answer["oom"]["requested_bytes"], answer["oom"]["allocated_bytes"]) == (40 * 2**30, 2**30)
+    told = "UNCLEAR: the script caught this error, and then ended in RuntimeError: no model"
+    assert (told in verdict) is (end == "later"), "the others name it as their cause, or end without another"
 
 
-def test_state_that_no_longer_fits_is_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_that_no_longer_fits_is_state(tmp_path: Path) -> None:
     body = """
 model = nn.Sequential(*(nn.Linear(16384, 16384, bias=False) for _ in range(8))).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
 model(torch.randn(1, 16384, device="cuda")).sum().backward()
 optimizer.step()
 """
-    answer, verdict = planned(tmp_path, capsys, body)
+    answer, verdict = planned(tmp_path, body)
     assert "runs out of memory on NVIDIA GeForce RTX 4090, at step 1, update" in verdict
     held = answer["oom"]["by_class"]
     assert held["optim_state"] > 4 * held["workspace"]
@@ -303,11 +288,9 @@ for step in range({steps}):
     ],
     ids=["graphs", "copies", "losses"],
 )
-def test_growth_is_told_with_its_step_and_its_lines(
-    keep: str, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_growth_is_told_with_its_step_and_its_lines(keep: str, size: int, tmp_path: Path) -> None:
     body = LEAK.format(kept="[]", steps=5, keep=keep, rows=1024)  # as many as the guide asks for
-    answer, verdict = planned(tmp_path, capsys, body)
+    answer, verdict = planned(tmp_path, body)
     assert size <= answer["basis"]["growth"]["bytes_per_step"] + 512 <= size + 1024
     assert answer["reserved_range"] is None
     if size <= 512:  # a number per step fills no card
@@ -328,25 +311,21 @@ def test_growth_is_told_with_its_step_and_its_lines(
     ],
     ids=["mixed rows", "every fourth step", "one longer tensor", "longer rows"],
 )
-def test_growth_is_a_rate_whatever_else_changes(
-    keep: str, rows: str, per_step: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer, _ = planned(tmp_path, capsys, LEAK.format(kept="[]", steps=20, keep=keep, rows=rows))
+def test_growth_is_a_rate_whatever_else_changes(keep: str, rows: str, per_step: float, tmp_path: Path) -> None:
+    answer, _ = planned(tmp_path, LEAK.format(kept="[]", steps=20, keep=keep, rows=rows))
     assert answer["basis"]["growth"]["bytes_per_step"] == pytest.approx(per_step * MIB, rel=0.05)
 
 
-def test_the_step_at_which_growth_fills_the_card_is_where_it_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_step_at_which_growth_fills_the_card_is_where_it_fails(tmp_path: Path) -> None:
     body = LEAK.format(kept="[]", steps=200, keep="kept.append(loss)", rows=1024)
     card = tmp_path / "small.toml"
     card.write_text(
         'name = "small"\nmemory_mib = 1024\ncompute_capability = "8.9"\ntflops_bf16 = 10.0\ntflops_fp32 = 5.0\n'
         "memory_gbps = 200.0\npcie_gbps = 16.0\ncontext_mib = 100\n"
     )
-    few, verdict_of_few = planned(tmp_path, capsys, body, "--card", str(card), "--steps", "8")
+    few, verdict_of_few = planned(tmp_path, body, "--card", str(card), "--steps", "8")
     told = int(re.search(r"full at about step ([\d,]+)", verdict_of_few)[1])
-    whole, verdict = planned(tmp_path, capsys, body, "--card", str(card))
+    whole, verdict = planned(tmp_path, body, "--card", str(card))
     assert abs(told - whole["oom"]["step"]) <= 2, "a step's own peak is above what stays"
     assert verdict_of_few.startswith(f"FITS UNTIL ABOUT STEP {told}: ")
     assert few["full_at_step"] == told
@@ -370,22 +349,20 @@ def test_the_step_at_which_growth_fills_the_card_is_where_it_fails(
     ],
     ids=["nothing", "queue", "variables", "longer rows", "too few steps", "full cache", "twice", "three", "replaced"],
 )
-def test_what_does_not_grow_is_not_said_to(
-    kept: str, keep: str, rows: str, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer, verdict = planned(tmp_path, capsys, LEAK.format(kept=kept, keep=keep, rows=rows, steps=steps))
+def test_what_does_not_grow_is_not_said_to(kept: str, keep: str, rows: str, steps: int, tmp_path: Path) -> None:
+    answer, verdict = planned(tmp_path, LEAK.format(kept=kept, keep=keep, rows=rows, steps=steps))
     assert answer["basis"]["growth"] is None
     assert is_plain(verdict)
 
 
-def test_evaluation_and_saving_are_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_and_saving_are_seen(tmp_path: Path) -> None:
     body = TRAINS.format(rows="64").replace("f(", "(")
-    nothing, _ = planned(tmp_path, capsys, body)
+    nothing, _ = planned(tmp_path, body)
     assert (nothing["basis"]["num_evaluations"], nothing["basis"]["num_saves"]) == (0, 0)
     more = (
         f'with torch.no_grad():\n    model(torch.randn(2, 1024, device="cuda"))\ntorch.save(model, "{tmp_path}/m.pt")\n'
     )
-    both, _ = planned(tmp_path, capsys, body + more)
+    both, _ = planned(tmp_path, body + more)
     assert (both["basis"]["num_evaluations"], both["basis"]["num_saves"]) == (1, 1)
 
 
@@ -399,20 +376,16 @@ def test_evaluation_and_saving_are_seen(tmp_path: Path, capsys: pytest.CaptureFi
         ("(x @ x)", None),
     ],
 )
-def test_what_libraries_take_uncounted_is_told(
-    work: str, told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_libraries_take_uncounted_is_told(work: str, told: str | None, tmp_path: Path) -> None:
     body = f"x = torch.randn(64, 64, device='cuda', requires_grad=True)\n{work}.sum()\n"
-    answer, _ = planned(tmp_path, capsys, body)
+    answer, _ = planned(tmp_path, body)
     assert list(answer["basis"]["uncounted"]) == ([] if told is None else [told])
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_recurrent_layers_are_told_to_be_approximate(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recurrent_layers_are_told_to_be_approximate(kind: str, tmp_path: Path) -> None:
     body = f"model = nn.{kind}(8, 8).cuda()\nmodel(torch.randn(4, 2, 8, device='cuda'))[0].sum().backward()\n"
-    _, verdict = planned(tmp_path, capsys, body)
+    _, verdict = planned(tmp_path, body)
     assert f"APPROXIMATE: {kind}: cuDNN does not document the size" in verdict
     assert "script.py:4" in verdict
 
@@ -441,19 +414,17 @@ model(torch.ones(2, 8, device="cuda")).sum().backward()
 @pytest.mark.parametrize(
     ("mode", "enabled", "is_told"), [("eval", True, True), ("train", True, False), ("eval", False, False)]
 )
-def test_gradient_checkpointing_in_eval_mode_is_told(
-    mode: str, enabled: bool, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, verdict = planned(tmp_path, capsys, CHECKPOINTED.format(mode=mode, enabled=enabled))
+def test_gradient_checkpointing_in_eval_mode_is_told(mode: str, enabled: bool, is_told: bool, tmp_path: Path) -> None:
+    _, verdict = planned(tmp_path, CHECKPOINTED.format(mode=mode, enabled=enabled))
     assert ("GRADIENT CHECKPOINTING IS INACTIVE: the model is in eval mode at " in verdict) is is_told
 
 
-def test_the_speed_is_that_of_a_step_without_what_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_speed_is_that_of_a_step_without_what_follows(tmp_path: Path) -> None:
     evaluation = "with torch.no_grad():\n    for _ in range(9): model(torch.randn(4096, 1024, device='cuda'))\n"
     saving = "torch.save(model.state_dict(), '/dev/null')\n"
     body = UNUSED.replace("range(20)", "range(2)")
-    alone, _ = planned(tmp_path, capsys, body)
-    followed, _ = planned(tmp_path, capsys, body + evaluation + saving)
+    alone, _ = planned(tmp_path, body)
+    followed, _ = planned(tmp_path, body + evaluation + saving)
     assert followed["step_time_s"] == alone["step_time_s"] > 0
 
 

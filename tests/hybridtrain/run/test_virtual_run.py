@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridtrain.cli.main import main
+from virtual_answer import virtual_answer
 
 SCRIPT = '''"""A training script in the manner of nanoGPT."""
 import argparse
@@ -121,45 +123,37 @@ def test_json_is_one_object_with_the_keys_of_a_dry_run(
     }  # of a declared stack: a script has none
 
 
-def test_a_full_card_ends_the_script_and_says_where(
-    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_card_ends_the_script_and_says_where(script: Path, tmp_path: Path) -> None:
     card = tmp_path / "small.toml"
     card.write_text(
         'name = "small"\nmemory_mib = 480\ncompute_capability = "8.9"\ntflops_bf16 = 10.0\ntflops_fp32 = 5.0\n'
         "memory_gbps = 200.0\npcie_gbps = 16.0\ncontext_mib = 426\n"
     )
-    command = ["--card", str(card), "--", str(script), "--batch", "512"]
-    assert main(["virtual", *command]) == 1
-    told = capsys.readouterr().out
+    told, answer = virtual_answer("--card", str(card), "--", str(script), "--batch", "512")
     assert told.startswith(f"DOES NOT FIT: {script} needs ")
     assert " of 480.00 MiB and runs out of memory on small, at step 1, forward" in told
     assert "speed" not in told  # a step that did not end has no time
-    assert main(["virtual", "--json", *command]) == 1
-    assert json.loads(capsys.readouterr().out)["step_time_s"] is None
+    assert answer["step_time_s"] is None
+    assert not answer["fits"]
 
 
-def test_a_script_within_the_margin_fits_barely(
-    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_within_the_margin_fits_barely(script: Path, tmp_path: Path) -> None:
     card = tmp_path / "small.toml"
 
-    def run(memory_mib: int, *options: str) -> str:
+    def run(memory_mib: int) -> tuple[str, dict[str, Any]]:
         card.write_text(
             f'name = "small"\nmemory_mib = {memory_mib}\ncompute_capability = "8.9"\ntflops_bf16 = 10.0\n'
             "tflops_fp32 = 5.0\nmemory_gbps = 200.0\npcie_gbps = 16.0\ncontext_mib = 400\n"
         )
-        assert main(["virtual", "--card", str(card), *options, "--", str(script)]) == 0
-        return capsys.readouterr().out
+        return virtual_answer("--card", str(card), "--explain", "--", str(script))
 
-    used_mib = json.loads(run(8192, "--json"))["device_used_bytes"] // 2**20  # segments and context are whole MiB
-    told = run(used_mib, "--explain")
+    used_mib = run(8192)[1]["device_used_bytes"] // 2**20  # segments and context are whole MiB
+    told, answer = run(used_mib)
     assert f"FITS BARELY: {script} takes " in told
     assert "(planned); within the margin of 5 % " in told
     assert "small: its file states no source for capacity" in told
-    answer = json.loads(run(used_mib, "--json"))
     assert (answer["fits"], answer["verdict"]) == (True, "fits barely")
-    assert "FITS: " in run(used_mib * 2)
+    assert run(used_mib * 2)[0].startswith("FITS: ")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from hybridvalidation.records.store import append_record
 from hybridvalidation.show.pages.atlas import atlas_text
 
 SCENARIOS, RECORDS = Path("scenarios"), Path("results/records")
-CARDS = ("h100-sxm", "rtx-3050-laptop-4gb", "rtx-4080", "rtx-4090", "titan-rtx")
+CARDS = ("h100-sxm", "rtx-3050-laptop-4gb", "rtx-4090", "titan-rtx")
 """The first has larger workspaces, the second hardly room for anything, the last no flash attention."""
 
 
@@ -90,7 +90,7 @@ def test_committed_cells_are_what_the_commands_answer(capsys: pytest.CaptureFixt
     small = [cell for name, record in known.items() if PRESETS[name].num_params < 1.3e9 for cell in record.cells()]
     assert {place.partition("/")[0] for place in atlas.file.readme} <= known.keys()
     text = (RECORDS / "atlas.jsonl").read_text(encoding="utf-8")
-    for cell in chosen_cells(small, 3, text):  # other ones with every change of the file
+    for cell in chosen_cells(small, 2, text):  # other ones with every change of the file
         assert same(cell, answer(cell, capsys)), cell
 
 
@@ -139,11 +139,11 @@ def test_cells_survive_the_record(record: AtlasRecord) -> None:
     assert [cell.card for cell in cells[::2]] == sorted(CARDS)
     assert {cell.seq_len for cell in cells} == {1024}  # all positions of GPT-2, below what was asked for
     assert next(cell for cell in cells if cell.card == "rtx-4090").fits
-    small, large = (record.resident_mib(card, 1024, "qlora") for card in ("rtx-4080", "h100-sxm"))
-    contexts = [card_catalogue()[card].context_mib for card in ("rtx-4080", "h100-sxm")]
+    small, large = (record.resident_mib(card, 1024, "qlora") for card in ("rtx-4090", "h100-sxm"))
+    contexts = [card_catalogue()[card].context_mib for card in ("rtx-4090", "h100-sxm")]
     assert large - small - (contexts[1] - contexts[0]) in range(30, 65)  # two workspaces of 32 MiB, not of 8
     assert {record.longest(card, "qlora") for card in CARDS} == {1024}
-    with pytest.raises(ValueError, match=r"columns\.tokens_per_s: 9 values must be 10"):
+    with pytest.raises(ValueError, match=r"columns\.tokens_per_s: 7 values must be 8"):
         replace(record, columns=replace(record.columns, tokens_per_s=record.columns.tokens_per_s[1:]))
 
 

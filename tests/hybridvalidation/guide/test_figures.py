@@ -59,9 +59,8 @@ def test_a_figure_of_a_sentence_does_not_begin_a_line(figures: Figures, text: st
         filled(text, figures, "page.md")
 
 
-def test_what_takes_dry_runs_can_be_left_as_it_stands(figures: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_takes_the_words_of_its_marker(figures: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "<!--figure options tiny rtx-4090-->\n\nold\n\n<!--/figure-->\n"
-    assert filled(text, figures, "page", plans=False) == text
     monkeypatch.setattr(module, "training_options", lambda *words: f"asked {words}")
     assert "asked ('tiny', 'rtx-4090', '64GiB')" in filled(text, figures, "page")
 

@@ -39,8 +39,6 @@ from hybridvalidation.study.quality import all_judged
 
 _MARKED = re.compile(r"<!--figure ([^>]*?)-->(.*?)<!--/figure-->", re.DOTALL)
 _PAGES = ("README.md", "docs/*.md", "docs/*/*.md")
-_PLANNED = ("fit", "options", "step")
-"""What takes dry runs to fill."""
 
 
 class Figures(Results):
@@ -191,8 +189,8 @@ class Figures(Results):
         return [judged for _, judged in all_judged(self.files, self.folder)]
 
 
-def filled(text: str, figures: Figures, source: str, *, plans: bool = True) -> str:
-    """Return a page with every marked figure as it is now; without ``plans`` what takes dry runs stays as it stands.
+def filled(text: str, figures: Figures, source: str) -> str:
+    """Return a page with every marked figure as it is now.
 
     Raises:
         ConfigError: A marker names no figure, or its words are wrong.
@@ -203,8 +201,6 @@ def filled(text: str, figures: Figures, source: str, *, plans: bool = True) -> s
         name, *words = found[1].split()
         if name not in known:
             raise ConfigError(source, [f"<!--figure {found[1]}-->: {unknown_name('figure', name, known)}"])
-        if name in _PLANNED and not plans:
-            return found[0]
         try:
             told = str(getattr(figures, name)(*words))
         except TypeError as error:
@@ -218,12 +214,12 @@ def filled(text: str, figures: Figures, source: str, *, plans: bool = True) -> s
     return _MARKED.sub(fill, text)
 
 
-def fill_pages(root: Path, figures: Figures, *, writes: bool = True, plans: bool = True) -> list[Path]:
+def fill_pages(root: Path, figures: Figures, *, writes: bool = True) -> list[Path]:
     """Fill every marked figure of a checkout's pages; return the pages that changed, or would."""
     changed = []
     for path in (path for pattern in _PAGES for path in sorted(root.glob(pattern))):
         before = path.read_text(encoding="utf-8")
-        after = filled(before, figures, str(path), plans=plans)
+        after = filled(before, figures, str(path))
         if after != before:
             changed.append(path)
             if writes:
@@ -231,10 +227,10 @@ def fill_pages(root: Path, figures: Figures, *, writes: bool = True, plans: bool
     return changed
 
 
-def check_report(files: ScenarioFiles, folder: Path, *, plans: bool = True) -> list[str]:
+def check_report(files: ScenarioFiles, folder: Path) -> list[str]:
     """Return what ``report`` would write otherwise than it stands: figures in a checkout's pages, and tables."""
     figures = Figures(files, folder)
-    pages = fill_pages(folder.parent, figures, writes=False, plans=plans)
+    pages = fill_pages(folder.parent, figures, writes=False)
     return [path.as_posix() for path in (*pages, *stale_pages(figures))]
 
 
