@@ -315,8 +315,8 @@ def run_python(
             capacity_bytes=run.card.allocator_capacity_bytes,
         )  # fmt: skip
     return VirtualRun(
-        script=python.name, gpu=gpu, run=run, basis=basis, host_memory_bytes=host_memory_bytes, reserved=reserved,
-        worst=None if gpu.ledger.worst is None else gpu.ledger.worst.rows(run.trace), whole=whole,
+        script=gpu.script or python.name, gpu=gpu, run=run, basis=basis, host_memory_bytes=host_memory_bytes,
+        reserved=reserved, worst=None if gpu.ledger.worst is None else gpu.ledger.worst.rows(run.trace), whole=whole,
     )  # fmt: skip
 
 

@@ -28,6 +28,8 @@ _WITHOUT_VALUE = {"-u", "-B", "-E", "-I", "-O", "-OO", "-P", "-s", "-S", "-q", "
 
 _COUNTS_CARDS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "trl"}
 """Launchers that start one process, whatever they are told, unless they count several cards."""
+_RUNNING: list[str] = []
+"""Names of the commands that run, from the outermost to the innermost."""
 _PROCESSES = re.compile(r"--num[_-]processes(?:=|\0)(\d+)")
 
 
@@ -45,6 +47,7 @@ class PythonCommand:
         outer = sys.argv, sys.path[:]
         sys.argv = [self.name, *self.arguments]
         sys.path.insert(0, str(Path.cwd() if self.is_module else Path(self.name).resolve().parent))
+        _RUNNING.append(self.name)
         try:
             with warnings.catch_warnings(), self._cards():
                 # A new interpreter would not have imported it before.
@@ -54,6 +57,7 @@ class PythonCommand:
                 else:
                     runpy.run_path(self.name, run_name="__main__")
         finally:
+            _RUNNING.pop()
             sys.argv, sys.path[:] = outer
 
     @contextmanager
@@ -66,6 +70,11 @@ class PythonCommand:
         count = max(int(asked[1]), torch.cuda.device_count())
         with mock.patch.object(torch.cuda, "device_count", return_value=count):
             yield
+
+
+def running_script() -> str:
+    """Return the name of the script or module that runs, which a launcher may have started; empty: none."""
+    return _RUNNING[-1] if _RUNNING else ""
 
 
 def python_command(words: Sequence[str]) -> PythonCommand | None:

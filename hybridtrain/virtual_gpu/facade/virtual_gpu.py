@@ -39,7 +39,7 @@ from hybridtrain.virtual_gpu.facade.card_run import CardRun
 from hybridtrain.virtual_gpu.facade.cuda_facade import facade
 from hybridtrain.virtual_gpu.facade.cuda_paths import cuda_paths
 from hybridtrain.virtual_gpu.facade.generation import generation
-from hybridtrain.virtual_gpu.facade.launchers import launchers
+from hybridtrain.virtual_gpu.facade.launchers import launchers, running_script
 from hybridtrain.virtual_gpu.facade.placeholders import PlaceholderUse, progress_of_lbfgs, where_called
 from hybridtrain.virtual_gpu.facade.savings import LEAST_STATE
 from hybridtrain.virtual_gpu.facade.tensor_methods import TensorMethods
@@ -150,6 +150,8 @@ class VirtualGpu:
         self.config = allocator
         self.ledger = VirtualLedger(self.card, host, CachingAllocator(allocator, self.card.allocator_capacity_bytes))
         self.ledger.card_index, self.ledger.num_cards = self.world.local_rank, self.world.local_size
+        self.script = ""
+        """The script or module whose forward pass was the first; empty: code that is no script of its own."""
         self.was_stopped = False
         """Whether the code was stopped after the number of iterations asked for."""
         self._assume = assume
@@ -378,6 +380,7 @@ class VirtualGpu:
         self._open.enter_context(virtual_world(self.world, self.ledger))
 
     def _begin_forward(self) -> None:
+        self.script = self.script or running_script()
         self.ledger.begin_phase(STEP if torch.is_grad_enabled() else EVALUATION)
         if not torch.is_grad_enabled():
             self.ledger.seen.num_evaluations += 1

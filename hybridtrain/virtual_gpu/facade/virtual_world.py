@@ -178,9 +178,13 @@ def _version_error(name: str) -> TorchVersionError:
 
 def _fake_group(true_helper: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Make a group that sends nothing, whatever backend was asked for (torch/distributed/distributed_c10d.py)."""
-    size, rank, ranks, _backend, store, *rest = args
+    size, rank, ranks, backend, store, *rest = args
     kwargs |= {"backend_options": None, "device_id": None}
-    return true_helper(size, rank, ranks, torch.distributed.Backend("fake"), store, *rest, **kwargs)
+    made = true_helper(size, rank, ranks, torch.distributed.Backend("fake"), store, *rest, **kwargs)
+    groups = import_module("torch.distributed.distributed_c10d")._world.pg_map
+    if made[0] in groups:
+        groups[made[0]] = (backend, groups[made[0]][1])  # what get_backend tells
+    return made
 
 
 class _Done:

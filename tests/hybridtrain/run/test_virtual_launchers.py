@@ -14,6 +14,7 @@ import torch
 from hybridtrain.cli.main import main
 from hybridtrain.virtual_gpu import VirtualGpu
 from hybridtrain.virtual_gpu.facade.launchers import PythonCommand, python_command
+from virtual_answer import virtual_answer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler:UserWarning")  # of captured output
 
@@ -32,7 +33,7 @@ for _ in range(2):
     model(torch.randn(8, 1024, device="cuda")).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-print("world", dist.get_world_size(), "arguments", sys.argv[1:])
+print("world", dist.get_world_size(), "arguments", sys.argv[1:], dist.get_backend())
 """
 INIT = 'backend="nccl"'
 ALONE = 'backend="nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1'
@@ -66,9 +67,10 @@ def test_a_launcher_starts_the_script_on_the_virtual_card(
     launch: str, number: int, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, options, after = ([w.format(n=number) for w in words] for words in LAUNCHES[launch])
-    code, found, err = answer(capsys, *before, *options, str(script), *after)
-    assert (code, found["world"], found["basis"]["num_steps"]) == (0, number, 2)
-    assert f"world {number} arguments {after}" in err
+    text, found = virtual_answer("--card", "rtx-4090", *before, *options, str(script), *after)
+    assert (found["world"], found["basis"]["num_steps"]) == (number, 2)
+    assert text.startswith(f"FITS: {script} takes "), "not the launcher"
+    assert f"world {number} arguments {after} nccl" in capsys.readouterr().out
     weights = 1024 * 1025 * 4
     assert found["by_class"]["weight"] == weights
     assert found["peak_allocated_bytes"] > 5 * weights, "weights, gradients, state, and the buckets of DDP"
