@@ -126,7 +126,7 @@ def virtual(
         command: A Python file, -m and a module, a launcher (torchrun, accelerate launch) or any program that starts
             Python (bash run.sh), and its arguments.
         host_memory: Of the machine around the card, as 64GiB or 128GB; default: as much as is asked for.
-        steps: Stop the script after so many optimizer steps; default: let it end.
+        steps: Stop the script after so many optimizer steps; default: let it end. Ctrl-C stops it there, and answers.
         world: Cards that torchrun would start the script on; it runs as one rank of them (FSDP, DDP), nothing is sent.
             Default: the launcher's number; without a launcher a single process.
         rank: Which one.

@@ -322,9 +322,16 @@ def run_python(
 
 @contextmanager
 def _script_errors(name: str, gpu: VirtualGpu) -> Iterator[None]:
-    """Wrap a script's own errors in ``ScriptError``; suppress those after an out-of-memory, which the report shows."""
+    """Wrap a script's own errors in ``ScriptError``; suppress those after an out-of-memory, which the report shows.
+
+    Ctrl-C ends the script where it is, as a number of steps would, once there is a step to tell of.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        if not gpu.steps_done:
+            raise
+        gpu.was_stopped = True
     except HybridTrainError:
         raise
     except (Exception, SystemExit) as error:

@@ -153,7 +153,7 @@ class VirtualGpu:
         self.script = ""
         """The script or module whose forward pass was the first; empty: code that is no script of its own."""
         self.was_stopped = False
-        """Whether the code was stopped after the number of iterations asked for."""
+        """Whether the code was stopped, after the number of iterations asked for or by Ctrl-C."""
         self._assume = assume
         if assume is not None:
             self.ledger.placeholders.assumed = Assumption.parse(assume)

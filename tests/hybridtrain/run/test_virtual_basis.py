@@ -124,6 +124,28 @@ for _ in range(100_000):
 """
 
 
+def test_ctrl_c_ends_a_script_that_would_not_end_and_answers(tmp_path: Path) -> None:
+    body = """
+import os, signal
+model = nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+loss, steps = torch.ones(()), 0
+while loss.item() > 1e-3:  # a loss that nobody computed does not fall
+    if steps == {steps}:
+        os.kill(os.getpid(), signal.SIGINT)
+    loss = model(torch.randn(64, 1024, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    steps += 1
+"""
+    answer, verdict = planned(tmp_path, body.format(steps=3))
+    assert verdict.startswith("FITS: ")
+    assert answer["basis"]["num_steps"] == 3
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + body.format(steps=0))
+    assert main(["virtual", "--card", "rtx-4090", "--", str(script)]) == 130, "nothing to tell of"
+
+
 @pytest.mark.parametrize(
     "loss",
     ['model(torch.randn(8, 64, device="cuda"))', '(torch.randn(8, 64, device="cuda") @ model.weight + model.bias)'],
