@@ -8,7 +8,6 @@ records and program do.
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -34,10 +33,12 @@ from hybridvalidation.show.results import Results
 from hybridvalidation.study.duel import duel_words
 from hybridvalidation.study.equivalence import Comparison, Finding
 from hybridvalidation.study.factors import method_figures
-from hybridvalidation.study.protocol import StudyFile, read_study, read_study_file
+from hybridvalidation.study.protocol import LadderFile, StudyFile, read_study, read_study_file
 from hybridvalidation.study.quality import all_judged
 
 _MARKED = re.compile(r"<!--figure ([^>]*?)-->(.*?)<!--/figure-->", re.DOTALL)
+_PRECISIONS = {"mixed": "bfloat16", "adamw8bit": "8-bit optimizer state", "int8": "8-bit weights"}
+"""Configurations of the tests of harm, in a reader's words."""
 _PAGES = ("README.md", "docs/*.md", "docs/*/*.md")
 
 
@@ -58,10 +59,7 @@ class Figures(Results):
         rows = {
             "Memory": (memory, "each", "results/tables/recorded.md"),
             "Speed": (speed, "runs", "results/time-model.md"),
-            "Quality": (
-                f"tested on models of {self.ladder('0.25m', 'size')} parameters only",
-                "table", "results/tables/study-quality-ladder.md",
-            ),
+            "Quality": (self._harm(), "test", "results/tables/study-quality-harm.md"),
             "Predicted steps": (
                 self.duel("predict-ademamix-0.1m"), "study", "results/tables/study-predict-ademamix-0.1m.md",
             ),
@@ -86,18 +84,11 @@ class Figures(Results):
         """Return the fastest stack on record that fits, for every scenario about a model on a card."""
         return recommendations(self)
 
-    def ladder(self, rung: str, word: str) -> str:
-        """Return the parameters of a model size of the quality ladder, or how many configurations have a verdict."""
-        judged = [found for found in self._ladder if found.size.name == rung]
-        number = Counter(found.finding for found in judged)
-        told = {finding.value: lambda finding=finding: str(number[finding]) for finding in Finding}
-        return _chosen(word, {"size": lambda: format_count(judged[0].scale[0]), **told})
-
     def arms(self, rung: str, *names: str) -> str:
         """Return the smallest and the largest mean difference of loss of configurations at a model size, in nats."""
         means = [
             found.interval.mean
-            for found in self._ladder
+            for _, found in self._ladders
             if found.size.name == rung and found.configuration.name in names
             if found.interval is not None
         ]
@@ -184,9 +175,25 @@ class Figures(Results):
     def _judged(self) -> list[Verdict]:
         return all_targets(self)
 
+    def _harm(self) -> str:
+        """Return what the tests of harm tell of precisions, at the largest model size with a verdict."""
+        judged = [
+            (ladder, found)
+            for ladder, found in self._ladders
+            if found.level and found.configuration.name in _PRECISIONS and found.finding is not Finding.UNFINISHED
+        ]
+        size = max(found.scale[0] for _, found in judged)
+        told, margins = dict[Finding, list[str]](), set[float]()
+        for ladder, found in judged:
+            if found.scale[0] == size:
+                told.setdefault(found.finding, []).append(_PRECISIONS[found.configuration.name])
+                margins.add(ladder.margin_nats)
+        words = "; ".join(f"{finding}: {', '.join(names)}" for finding, names in told.items())
+        return f"{words} (executed; margin {max(margins):g} nats of loss, {format_count(size)} parameters; larger models: undecided)"
+
     @cached_property
-    def _ladder(self) -> list[Comparison]:
-        return [judged for _, judged in all_judged(self.files, self.folder)]
+    def _ladders(self) -> list[tuple[LadderFile, Comparison]]:
+        return list(all_judged(self.files, self.folder))
 
 
 def filled(text: str, figures: Figures, source: str) -> str:
