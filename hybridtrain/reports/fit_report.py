@@ -248,9 +248,7 @@ class FitReport:
             by_verdict.setdefault(verdict, []).append(label)
         if [*by_verdict] == ["no test"]:
             return ["Loss beside full training in fp32: not tested."]
-        where = (
-            f"on {format_count(sizes.pop())} parameters" if len(sizes) == 1 else "on models of the sizes in brackets"
-        )
+        where = f"on {format_count(sizes.pop())} parameters" if len(sizes) == 1 else "at sizes in brackets"
         asked = format_count(self.request.model.num_params)
         return [
             f"Loss beside full training in fp32: not tested at {asked}; {where}:",

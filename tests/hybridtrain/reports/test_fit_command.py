@@ -21,7 +21,7 @@ from hybridtrain.reports.fit_report import FitReport, fit_command
 from hybridtrain.training_file import load_config
 from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.scenario_files import ScenarioFiles
-from hybridvalidation.study.equivalence import judge_size, last_analysis
+from hybridvalidation.study.equivalence import Finding, judge_size, last_analysis
 from hybridvalidation.study.protocol import ladders, read_study
 from hybridvalidation.study.quality_notes import ladder_notes
 
@@ -189,18 +189,25 @@ def test_quality_is_what_ladders_on_record_say(tmp_path: Path) -> None:
         for level in LEVELS
     ]
     notes = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), Path("results"))
-    ladder = next(each for each in ladders(Path("scenarios")) if each.name == "quality-ladder")
-    made = read_study(Path("results"), ladder)
-    sizes = sorted(ladder.rungs, key=lambda size: (size.model.num_params, size.tokens_per_param))
-    found = [one for size in sizes for one in judge_size(ladder, made, size) if one.is_finished]
-    judged = {one.configuration.name: one for one in found}  # of the largest size
+    judged = [
+        (ladder, one)
+        for ladder in ladders(Path("scenarios"))
+        for size in ladder.rungs
+        for one in judge_size(ladder, read_study(Path("results"), ladder), size)
+    ]
     for level, arm in (("exact", "mixed"), ("bf16-int8-state", "tight")):
-        note, interval = notes[level], judged[arm].interval
-        assert note.text.startswith(judged[arm].finding)
+        ladder, found = max(  # a decision before an open question of a larger model
+            (item for item in judged if item[1].configuration.name == arm and item[1].is_finished),
+            key=lambda item: (item[1].finding is not Finding.INCONCLUSIVE, item[1].scale),
+        )
+        note, interval = notes[level], found.interval
+        assert note.text.startswith(found.finding)
         assert f"{interval.mean:+.4f} nats" in note.text
         assert "executed at" in note.text
-        assert note.params == judged[arm].scale[0]
-        assert note.verdict == f"undecided, {interval.low:+.3f} to {interval.high:+.3f} nats per token"
+        assert note.params == found.scale[0]
+        undecided = f"undecided, {interval.low:+.3f} to {interval.high:+.3f} nats per token"
+        told = {Finding.NO_HARM: f"no harm above {ladder.margin_nats:g} nats per token"}
+        assert note.verdict == told.get(found.finding, undecided)
     assert "int8-factored" not in notes  # no arm stores weights in 8 bits under factored state
     unmade = ladder_notes(candidates, ScenarioFiles(Path("scenarios")), tmp_path)
     assert all(note.text.startswith("unfinished") for note in unmade.values())

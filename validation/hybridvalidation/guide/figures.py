@@ -189,7 +189,8 @@ class Figures(Results):
                 told.setdefault(found.finding, []).append(_PRECISIONS[found.configuration.name])
                 margins.add(ladder.margin_nats)
         words = "; ".join(f"{finding}: {', '.join(names)}" for finding, names in told.items())
-        return f"{words} (executed; margin {max(margins):g} nats of loss, {format_count(size)} parameters; larger models: undecided)"
+        where = f"executed; margin {max(margins):g} nats of loss, {format_count(size)} parameters"
+        return f"{words} ({where}; larger models: undecided)"
 
     @cached_property
     def _ladders(self) -> list[tuple[LadderFile, Comparison]]:

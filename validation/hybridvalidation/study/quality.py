@@ -29,11 +29,11 @@ def all_judged(files: ScenarioFiles, results: Path) -> Iterator[tuple[LadderFile
 
 
 def weight_of(judged: Comparison) -> tuple[float, float, float]:
-    """Return the rank of a comparison: finished ones by size first, then others by number of seeds."""
+    """Return the rank of a comparison: decided ones, then undecided ones, by size; then others by number of seeds."""
     params, tokens = judged.scale
-    if judged.finding is not Finding.UNFINISHED:
-        return 1.0, params, tokens
-    return 0.0, len(judged.pairs), -params
+    if judged.finding is Finding.UNFINISHED:
+        return 0.0, len(judged.pairs), -params
+    return 1.0 + (judged.finding is not Finding.INCONCLUSIVE), params, tokens
 
 
 def stack_quality(files: ScenarioFiles, results: Path) -> dict[str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Ladder verdicts on a training option's precision, at its configuration's largest finished model size."""
+"""Ladder verdicts on the precision of a training option: decided ones first, at the largest model size."""
 
 from collections.abc import Iterable
 from pathlib import Path
