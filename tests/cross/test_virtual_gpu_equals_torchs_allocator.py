@@ -49,7 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SMALL = 16
 SCRATCH = {
-    66 * 8, 66 * 64 * 4, 512 * 64 * 4, 4 * 64 * 4, 2 * 64 * 4, 64 * 4, 5056, 4 * 33 * 33 * 4, 4 * 3 * 32 * 32 * 4,
+    66 * 8, 66 * 64 * 4, 4 * 64 * 4, 2 * 64 * 4, 64 * 4, 5056, 4 * 33 * 33 * 4, 4 * 3 * 32 * 32 * 4,
     4 * 16 * 64 * 4, 5 * 4, 9 * 4, 8 * 4,
 }  # fmt: skip
 """Bytes: positions and rows sorted for an embedding's gradient, that gradient, sums of a bias over rows; the state of

@@ -160,25 +160,23 @@ def without_generator(kwargs: Kwargs) -> dict[str, Any]:
 def accumulated(func: Op, args: Args) -> Tensor | None:
     """Return the tensor into which autograd accumulates in place on a card; None if it makes a new one.
 
-    One of several gradients that are added: ``InputBuffer::accumulate`` (torch/csrc/autograd/input_buffer.cpp) adds in
-    place into an unshared one, but never where tensors are on the meta device. Zeros that a gradient is put
+    The first of several gradients that are added: ``InputBuffer::accumulate`` (torch/csrc/autograd/input_buffer.cpp)
+    adds in place into an unshared one, but never where tensors are on the meta device. Zeros that a gradient is put
     into: ``index_backward``, ``value_selecting_reduction_backward`` (torch/csrc/autograd/FunctionsManual.cpp),
     ``gather_backward`` and ``index_select_backward`` (aten/src/ATen/native) write in place, but never under a mode like
     this one. They are distinguished by their caller: autograd's engine, not Python code in a backward pass.
     """
     if func is _ATEN.add.Tensor and len(args) == 2:
-        is_like = isinstance(args[1], Tensor) and args[0].shape == args[1].shape and args[0].dtype is args[1].dtype
-        targets: tuple[Tensor, ...] = args if is_like else ()
+        old, new = args
+        may = isinstance(new, Tensor) and old.shape == new.shape and old.dtype is new.dtype
     else:
-        targets = args[:1] if func in _INTO_ZEROS else ()
-    if not targets or sys._getframe(3).f_code is not _ENGINE:
+        may = func in _INTO_ZEROS
+    if not may or sys._getframe(3).f_code is not _ENGINE:
         return None
-    for gradient in targets:
-        storage = gradient.untyped_storage()
-        # Two users: the tensor, and the object that asks.
-        if torch._C._storage_Use_Count(storage._cdata) == 2 and torch.ops.aten.is_non_overlapping_and_dense(gradient):
-            return gradient
-    return None
+    gradient: Tensor = args[0]
+    # Two users: the tensor, and the object that asks. A view has a third, its base: tied weights get a new sum.
+    is_unshared = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) == 2
+    return gradient if is_unshared and torch.ops.aten.is_non_overlapping_and_dense(gradient) else None
 
 
 def made_otherwise(func: Op, args: Args, kwargs: Kwargs) -> Tensor | None:
