@@ -75,7 +75,7 @@ def train(
     from hybridtrain.data.corpus import open_corpus
     from hybridtrain.errors import ConfigError
     from hybridtrain.run.train import train as train_model
-    from hybridtrain.run.train_data import with_records
+    from hybridtrain.run.train_data import with_data_table
     from hybridtrain.run.train_log import Monitoring
     from hybridtrain.training_file import load_config
     from hybridtrain.units import GB
@@ -84,7 +84,7 @@ def train(
     if data is not None and file.data is not None:
         faults = [f"[data] names {file.data.path} and --data {data}; give one of them"]
         raise ConfigError(str(config), faults)
-    corpus, file = None, with_records(file, data)
+    corpus, file = None, with_data_table(file, data)
     if file.data is None:
         corpus = open_corpus(data, vocab_size=file.model.resolve().vocab_size)
     said: list[str] = []

@@ -38,7 +38,7 @@ from hybridtrain.plan.memory_plan import LinearKind
 from hybridtrain.plan.placement import Codec
 from hybridtrain.run.export import export_run
 from hybridtrain.run.run_folder import is_run, read_run_files
-from hybridtrain.run.train_data import RunData, open_run_data, with_records
+from hybridtrain.run.train_data import RunData, open_run_data, with_data_table
 from hybridtrain.run.train_log import Say
 from hybridtrain.trainer import Trainer
 from hybridtrain.trainer_config import TrainerConfig
@@ -200,7 +200,7 @@ def quantize(path: Path, *, formats: Sequence[str], data: Path | None, seq_len: 
             linear = compose(file.optimizations).for_phase(Phase.FULL).linear
         else:
             file = _file_of_folder(path, data, seq_len, Path(place))
-        file = with_records(file, data)
+        file = with_data_table(file, data)
         corpus = None if file.data is not None else open_corpus(data, vocab_size=file.model.resolve().vocab_size)
         text = open_run_data(replace(file, eval_every=1), corpus, 1, Path(place, "tokens"), lambda _: None)
         name = "the embedded corpus" if text.name in {_CORPUS, _CORPUS_FILE} else text.name

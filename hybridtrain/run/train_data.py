@@ -11,7 +11,7 @@ import numpy as np
 from hybridtrain.config.encode import JsonMapping
 from hybridtrain.data.batches import IGNORED, BatchSampler
 from hybridtrain.data.byte_tokens import TokenArray
-from hybridtrain.data.corpus import Corpus
+from hybridtrain.data.corpus import Corpus, is_token_path
 from hybridtrain.data.data_config import BYTES, DataConfig
 from hybridtrain.data.documents import holds_records
 from hybridtrain.data.packing import EncodedDocuments, PackedRows, RowPosition, RowSampler, pack
@@ -203,10 +203,7 @@ def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, fold
         name = ""
     elif file.data is None and not text.is_tokens:
         if name != BYTES:
-            say(
-                f"warning: {text.name} is read as bytes, not as tokens of the model's tokenizer {name}; to use it, "
-                f"give the text in a [data] table"
-            )
+            say(f"warning: the built-in text is read as bytes, not by the model's tokenizer {name}; give --data")
         name = BYTES
     return RunData(
         name=text.name, tokenizer_name=name, template=text.template,
@@ -217,11 +214,12 @@ def open_run_data(file: TrainFile, corpus: Corpus | None, accum_steps: int, fold
     )  # fmt: skip
 
 
-def with_records(file: TrainFile, data: Path | None) -> TrainFile:
-    """Return the training file with a [data] table for ``--data``, if that contains records."""
-    if file.data is not None or data is None or not holds_records(data):
+def with_data_table(file: TrainFile, data: Path | None) -> TrainFile:
+    """Return the training file with a [data] table for ``--data``: of records, or of text for the model's tokenizer."""
+    if file.data is not None or data is None:
         return file
-    return replace(file, data=DataConfig(path=data))
+    is_tokenized = tokenizer_of(file, None) != BYTES and not is_token_path(data)
+    return replace(file, data=DataConfig(path=data)) if is_tokenized or holds_records(data) else file
 
 
 def tokenizer_of(file: TrainFile, config: DataConfig | None) -> str:

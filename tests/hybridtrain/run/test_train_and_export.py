@@ -1,6 +1,7 @@
 """``[model] init_from`` and ``hybridtrain export``: a folder of transformers, trained, and back."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the same runs with a card and without
     save_model(transformers_model(SHAPE), Path("source"), max_shard_size="20KB")
-    Path("source", "tokenizer.json").write_text('{"a": "tokenizer"}')
     Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     Path("train.toml").write_text(TRAIN.format(lr="1e-3"))
     before = torch.get_num_threads()
@@ -72,12 +72,20 @@ def test_a_run_starts_from_the_folder_and_ends_as_one(capsys: pytest.CaptureFixt
     assert json.loads(Path("same/config.json").read_text())["dtype"] == "float32"
 
 
-def test_bytes_for_a_model_with_a_tokenizer_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_read_by_the_tokenizer_beside_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(transformers_model(replace(SHAPE, vocab_size=300)), Path("source"))
+    save_tokenizer(Path("source"))
+    num_bytes = Path("text.txt").stat().st_size
     assert train() == 0
-    assert "warning: text.txt is read as bytes, not as tokens of" in capsys.readouterr().out
-    Path("source/tokenizer.json").unlink()
-    assert train("--out", "bare") == 0
-    assert "is read as bytes" not in capsys.readouterr().out
+    found = re.search(r"text.txt: ([\d,]+) tokens of 1 training documents, packing 'stream'", capsys.readouterr().out)
+    assert int(found[1].replace(",", "")) < 0.6 * num_bytes, "words that the tokenizer knows; bytes would be 0.9 of it"
+    assert main(["export", "run", "same"]) == 0
+    same, source = (json.loads(Path(name, "tokenizer.json").read_text()) for name in ("same", "source"))
+    assert same == source
+    assert main(["train", "train.toml", "--out", "bare"]) == 0
+    assert (
+        "warning: the built-in text is read as bytes, not by the model's tokenizer source;" in capsys.readouterr().out
+    )
 
 
 def test_a_trained_model_is_exported_with_its_master_values() -> None:
