@@ -286,7 +286,7 @@ def fit(
     Args:
         seq: Tokens per sequence; default: 2048, or the model's maximum if that is less.
         tokens_per_step: Tokens per optimizer step; default: 131072, rounded to whole sequences.
-        tokens: Tokens in the data set; for the hours.
+        tokens: Tokens to train on: sets the hours, and with --write the number of steps.
         method: full (at each level of exactness, or the name of one), lora, qlora; with commas between them.
             Default: all; with --solve full training at its most exact and at its smallest, lora, qlora.
         margin: Percent of the card's bytes that stay free; default: 5, as in every answer.

@@ -55,7 +55,7 @@ def train(
     """Train a model on your own text.
 
     On SIGINT or SIGTERM the run finishes the current step, saves and ends. A second signal ends it at once.
-    Exit code 0 when the run is done or was done before, 75 after a signal (--resume goes on), 130 after a second one.
+    Exit code 0 when the run is done or was done before, 75 after a signal (--resume goes on), 130 or 143 after two.
 
     On several cards: torchrun --nproc-per-node 2 -m hybridtrain train train.toml; the first rank writes log and states.
 

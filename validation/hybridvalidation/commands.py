@@ -86,7 +86,7 @@ def bench(
 
     Args:
         what: kernels: time the kernels; attention: plan what the flash kernel saves by sequence length (without other
-        options).
+            options).
         only: Comma-separated ops; default: all.
         modes: Comma-separated modes: forward, backward, both; default: all.
         quick: One shape of each op, fewer samples.
@@ -224,7 +224,7 @@ def snapshots(*files: Path, plans: Names = (), record: Flag = False, common: Rec
 
     Args:
         files: Pickles of torch.cuda.memory._dump_snapshot, or folders with files listed in
-        scenarios/snapshots/public.toml.
+            scenarios/snapshots/public.toml.
         plans: Comma-separated scenarios: report how much reserved bytes of their plans can vary, instead.
         record: Append the results to the records, and rebuild the table.
     """

@@ -86,7 +86,6 @@ def test_a_page_has_the_rows_of_the_committed_report() -> None:
     report = (RESULTS.folder / "tables" / "techniques.md").read_text().splitlines()
     shown = [line for line in page.splitlines() if line.startswith(("| vanilla ", "| checkpointing "))]
     assert set(shown[:2]) <= set(report)
-    assert "checkpoint-activation-saving" in page
     assert "equal to the baseline to the bit" in page
 
 

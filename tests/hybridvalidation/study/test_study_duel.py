@@ -51,7 +51,7 @@ def test_only_both_sides_are_run_at_their_own_lengths_and_rates() -> None:
 @pytest.mark.parametrize(("gap", "word", "short"), [
     (-0.02, "claim is met", "better than AdEMAMix at equal time: -0.0"),
     (0.02, "refuted", "worse than AdEMAMix"),
-    (0.0005, "claim is not met", "not told apart from AdEMAMix"),
+    (0.0005, "claim is not met", "not significantly different from AdEMAMix"),
 ])  # fmt: skip
 def test_the_verdict_follows_the_interval(gap: float, word: str, short: str) -> None:
     study, made = study_of(**DUEL), made_with(study_of(**DUEL), gap)

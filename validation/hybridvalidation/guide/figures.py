@@ -49,12 +49,12 @@ class Figures(Results):
         """Return a sentence each on how far memory, speed and quality are to be trusted."""
         peaks = blind_scores(self.published)
         memory = (
-            f"{sum(len(one.errors) for one in peaks)} peaks that {len(peaks)} publications measured on CUDA, planned "
-            f"blind: mean error {100 * (first_error(peaks) or 0.0):.0f} %"
+            f"predicted peaks are {100 * (first_error(peaks) or 0.0):.0f} % off on average, on "
+            f"{sum(len(one.errors) for one in peaks)} that {len(peaks)} publications measured on CUDA, not seen before"
         )
         speed = (
-            f"estimated; off by {100 * TIME_ERROR:.0f} % on runs of repositories left out of the fit, "
-            f"{100 * KEPT_BACK_ERROR:.0f} % on rows kept back"
+            f"estimated; {100 * TIME_ERROR:.0f} % off on average on published runs left out of the fit, "
+            f"{100 * KEPT_BACK_ERROR:.0f} % on runs not looked at before"
         )
         rows = {
             "Memory": (memory, "each", "results/tables/recorded.md"),

@@ -3,7 +3,6 @@
 import re
 import tomllib
 from collections.abc import Sequence
-from functools import cache
 
 from hybridtrain.config.decode import decode
 from hybridtrain.errors import ConfigError
@@ -21,7 +20,6 @@ from hybridtrain.virtual_gpu.cards.card import find_card
 from hybridvalidation.guide.reference import settings_table
 from hybridvalidation.scenario import BASELINE_STACK, RATE_BASELINE
 from hybridvalidation.show.pages.scenario import headline, summary_table
-from hybridvalidation.show.pages.targets import all_targets
 from hybridvalidation.show.results import Results
 from hybridvalidation.study.equivalence import judge_size
 from hybridvalidation.study.protocol import ladders, read_study
@@ -116,30 +114,17 @@ def _about(kind: str, stacks: Sequence[Stack]) -> list[str]:
     return [name for name, size in sizes.items() if size <= most]
 
 
-@cache
-def _targets(results: Results) -> list[tuple[str, str, str]]:
-    rows = all_targets(results)
-    return [
-        (row.stack, row.target, f"{row.description}: {row.status}, {row.evidence or '-'}. {row.reason}") for row in rows
-    ]
-
-
 def _recorded(names: Sequence[str], results: Results) -> str:
-    """Return the rows of the committed scenario about single techniques, and verdicts on stated figures."""
+    """Return the rows of the committed scenario about single techniques."""
     run = results.run(_SCENARIO)
     mine = [name for name in run.scenario.stacks if name in names]
-    told = ""
-    if mine:
-        wanted = {BASELINE_STACK, *mine, *([RATE_BASELINE] if any("int8" in name for name in mine) else [])}
-        shown = summary_table(run, MARKDOWN, [stack for stack in run.scenario.stacks if stack in wanted])
-        told = f"{headline(run)}.\n\n{shown}"
-        told += f"\n\n[How each figure was got](../../results/tables/{_SCENARIO}.md); read from committed records."
-    verdicts = [
-        f"- {target}: {text}"
-        for stack, target, text in _targets(results)
-        if set(stack.split(", ")) & (set(mine) or set(names))
-    ]
-    return "\n\n".join(part for part in (told, "\n".join(verdicts)) if part)
+    if not mine:
+        return ""
+    wanted = {BASELINE_STACK, *mine, *([RATE_BASELINE] if any("int8" in name for name in mine) else [])}
+    shown = summary_table(run, MARKDOWN, [stack for stack in run.scenario.stacks if stack in wanted])
+    page = f"[How each figure was got](../../results/tables/{_SCENARIO}.md)"
+    judged = "[what the design documents state, and whether it holds](../../results/tables/targets.md)"
+    return f"{headline(run)}.\n\n{shown}\n\n{page}; {judged}."
 
 
 def _quality(names: Sequence[str], results: Results) -> str:
@@ -158,10 +143,10 @@ def _quality(names: Sequence[str], results: Results) -> str:
                 for judged in judge_size(ladder, made, size)
                 if judged.configuration.name == own.name and judged.pairs
             ]
-            is_baseline = own is ladder.baseline
-            same = "equal to the baseline to the bit" if is_baseline else "; ".join(found) or "no runs yet"
-            rows.append([stack, own.description, same])
+            is_baseline, reference = own is ladder.baseline, ladder.reference_of(own)
+            result = "equal to the baseline to the bit" if is_baseline else "; ".join(found) or "no runs yet"
+            rows.append([stack, own.description, "-" if reference is None else reference.description, result])
     if not rows:
         return ""
-    shown = table(["stack", "computes", "against plain float32"], rows, MARKDOWN)
+    shown = table(["stack", "computes", "compared with", "result"], rows, MARKDOWN)
     return f"{shown}\n\nExecuted on small models: [the ladder](../../results/tables/study-quality-ladder.md)."

@@ -95,7 +95,7 @@ def duel_words(study: StudyFile, duel: Duel, made: Mapping[str, Any]) -> str:
     if figures.diverged or figures.interval is None:
         return f"not better than {against} at equal time: {figures.diverged} pairs diverged"
     low, high = figures.interval.low, figures.interval.high
-    found = "not told apart from" if low <= 0 <= high else "better than" if high < 0 else "worse than"
+    found = "not significantly different from" if low <= 0 <= high else "better than" if high < 0 else "worse than"
     seeds = f"{len(figures.pairs)} seeds"
     return f"{found} {against} at equal time: {figures.interval.mean:+.4f} nats [{low:+.4f}, {high:+.4f}], {seeds}"
 
