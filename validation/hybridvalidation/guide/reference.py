@@ -84,12 +84,21 @@ def settings_table(cls: type) -> str:
 
 
 def file_settings(name: str) -> str:
-    """Return every table of a kind of file as Markdown, the file's own keys first."""
-    parts = []
-    for path, cls in tables_of(FILES[name]):
-        heading = f"### {path}\n\n" if path else ""
-        parts.append(f"{heading}{_first_line(cls)}\n\n{settings_table(cls)}")
-    return "\n\n".join(parts)
+    """Return every table of a kind of file as Markdown, the file's own keys first; one told before is named alone."""
+    told: dict[type, str] = {}
+    for kind, file in FILES.items():
+        parts, inside = [], "none"
+        for path, cls in tables_of(file):
+            if path.startswith(inside):
+                continue  # told with the table around it
+            text = settings_table(cls)
+            if cls in told:
+                text, inside = f"Its keys: {told[cls]}.", path.replace("]`", ".") or "`["
+            told.setdefault(cls, f"{path or 'those'} of a {kind} file")
+            parts += [*([f"### {path}"] if path else []), _first_line(cls), text]
+        if kind == name:
+            return "\n\n".join(parts)
+    raise KeyError(name)
 
 
 def optimizers() -> str:
