@@ -93,7 +93,7 @@ class DryRunReport:
         speed = (
             f"{figures.tokens_per_s:,.0f} tokens/s, {format_seconds(figures.step_time_s)} per step of "
             f"{figures.tokens_per_step:,} tokens, bottleneck: {figures.bound} "
-            f"(estimated; four runs of five: {low} to {high} tokens/s)"
+            f"(estimated; 80 % interval: {low} to {high} tokens/s)"
         )
         phases = [
             f"{step.phase} {format_bytes(step.allocated_bytes)} (step {step.step})"

@@ -269,13 +269,13 @@ class FitReport:
         )
         asked = f"{self._model}, {request.num_sequences} x {request.seq_len} tokens/step"
         memory = f"{to_gib(request.card.memory_bytes):.2f} GiB{source}, {self.free_percent:g} % free"
-        errors = f"{TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind"
+        errors = f"{TIME_ERROR:.0%} off on average; {WAITING_ERROR:.0%} where PCIe is the bottleneck"
         lines = [
             rule,
             *([CLIPPED] if request.clip == "previous" else []),
             f"{asked}; {cards}{short_name(request.card)}: {memory}; host: {host} for tensors.",
             *([f"{request.card.note}. {_FLOAT16}"] if CardLimit.BFLOAT16 in request.card.limits else []),
-            f"~: extrapolated, else planned. Speeds: estimated, {errors}; +/-: four runs of five.",
+            f"~: extrapolated, else planned. Speeds: estimated, {errors}; +/-: 80 % interval.",
         ]
         best = best_option(self.options)
         if best is None or self.folder is None:

@@ -169,7 +169,7 @@ class SolveReport:
         told = (
             f"{_RULES[self.quantity].format(step=seq_step(request))}, all recomputed, 2 micro-batches or more; {how}.",
             f"{self.arguments.model}, {', '.join(asked)}; {'; '.join(places)}.",
-            f"Speeds: estimated, {TIME_ERROR:.0%} off; {WAITING_ERROR:.0%} if copies bind.",
+            f"Speeds: estimated, {TIME_ERROR:.0%} off on average; {WAITING_ERROR:.0%} where PCIe is the bottleneck.",
             *([CLIPPED] if request.clip == "previous" else []),
         )
         return [line for text in told for line in wrap(text, width)]

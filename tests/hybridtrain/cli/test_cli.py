@@ -440,7 +440,7 @@ def test_dry_run_text_says_the_same(command: Command) -> None:
     first, *rest = command.out.splitlines()
     assert first == f"FITS: model.toml with stack vanilla takes {used:.2f} MiB of 64.00 MiB on Tiny card (planned)"
     told = dict(line.split(maxsplit=1) for line in rest)
-    assert f"per step of 16 tokens, bottleneck: {figures['bound']} (estimated; four runs of five: " in told["speed"]
+    assert f"per step of 16 tokens, bottleneck: {figures['bound']} (estimated; 80 % interval: " in told["speed"]
     assert told["peak"].startswith(f"{figures['peak_allocated_bytes'] / MIB:.2f} MiB allocated, ")
     assert told["parameters"] == "25.9k"
     held = {name.replace("_", " ") for name, size in figures["by_class"].items() if size}

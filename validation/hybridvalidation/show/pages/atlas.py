@@ -72,7 +72,7 @@ def cells_table(atlas: Atlas, places: Sequence[Sequence[str]], style: str) -> st
         place = card, min(_SEQ_LEN, max(record.lengths)), level
         cell = next(cell for cell in record.cells() if (cell.card, cell.seq_len, cell.level) == place)
         rows.append([
-            titles[name], card_title(card), LABELS[level] + (f", {cell.offload}" if cell.offload != "none" else ""),
+            titles[name], card_title(card), LABELS[level] + (f"; {cell.offload}" if cell.offload != "none" else ""),
             f"{to_gib(cell.device_mib * MIB):.1f}", f"{to_gib(cell.host_mib * MIB):.1f}",
             f"{cell.tokens_per_s:,}" if cell.fits else "does not fit",
             f"{100e6 / cell.tokens_per_s / 3600:.1f}" if cell.fits else "",
