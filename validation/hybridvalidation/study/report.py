@@ -557,7 +557,7 @@ def _extrapolations(ladder: LadderFile, made: LadderMade) -> str:
 
 def _shares(ladder: LadderFile, style: str) -> str:
     rows = [[stack, own.name, own.description] for own in ladder.arms for stack in sorted(own.stacks)]
-    rows += [[f"({own.family})", own.name, own.description] for own in ladder.arms if not own.stacks]
+    rows += [["-", own.name, own.description] for own in ladder.arms if not own.stacks]
     return table(["stack", "shares the runs of", "which computes"], rows, style)
 
 
