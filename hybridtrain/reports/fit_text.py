@@ -8,7 +8,7 @@ from hybridtrain.virtual_gpu.cards.card import MARGIN_SHARE, Card
 
 PERCENT = 100
 WIDEST = 120
-CLIPPED = "Fused updates clip by the previous step's norm, which is not tested for quality."
+CLIPPED = "Fused updates clip by the previous step's norm, whose effect on quality is undecided."
 """Columns of an answer, at most."""
 _MOST_LINES = 25
 _TEXT_COLUMNS = 2

@@ -37,7 +37,12 @@ from hybridvalidation.study.protocol import LadderFile, StudyFile, read_study, r
 from hybridvalidation.study.quality import all_judged
 
 _MARKED = re.compile(r"<!--figure ([^>]*?)-->(.*?)<!--/figure-->", re.DOTALL)
-_PRECISIONS = {"mixed": "bfloat16", "adamw8bit": "8-bit optimizer state", "int8": "8-bit weights"}
+_PRECISIONS = {
+    "mixed": "bfloat16",
+    "adamw8bit": "8-bit optimizer state",
+    "int8": "8-bit weights",
+    "int8-matmul": "int8 matmuls",
+}
 """Configurations of the tests of harm, in a reader's words."""
 _PAGES = ("README.md", "docs/*.md", "docs/*/*.md")
 
@@ -183,10 +188,12 @@ class Figures(Results):
             if found.level and found.configuration.name in _PRECISIONS and found.finding is not Finding.UNFINISHED
         ]
         size = max(found.scale[0] for _, found in judged)
-        told, margins = dict[Finding, list[str]](), set[float]()
+        told, margins = dict[Finding, dict[str, None]](), set[float]()
         for ladder, found in judged:
             if found.scale[0] == size:
-                told.setdefault(found.finding, []).append(_PRECISIONS[found.configuration.name])
+                told.setdefault(found.finding, {})[_PRECISIONS[found.configuration.name]] = (
+                    None  # once, of several ladders
+                )
                 margins.add(ladder.margin_nats)
         words = "; ".join(f"{finding}: {', '.join(names)}" for finding, names in told.items())
         where = f"executed; margin {max(margins):g} nats of loss, {format_count(size)} parameters"
