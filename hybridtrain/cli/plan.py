@@ -293,7 +293,7 @@ def fit(
         world: Number of cards; optimizer state is sharded among them if the optimizer allows it (ZeRO).
         matmul: Arithmetic of the blocks' products: the precision's own (full), or 8 bits, faster and less exact.
         clip: Gradient clipping of fused updates (full training with activations off the card): by the norm of the step,
-            which takes a second pass, or by that of the previous step: about twice as fast, not tested for quality.
+            which takes a second pass, or by that of the previous step: about twice as fast, quality undecided.
         solve: Find the largest micro-batch (batch), the longest sequence (seq), the smallest card of the catalogue
             (card, without --card) or the least host memory (host) that fits, and what is full beyond it.
         least: Show each method at the least memory of the card, not at its fastest.
