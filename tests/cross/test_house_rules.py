@@ -47,7 +47,7 @@ _SETTINGS = {
     # What the program does, not what was found: bounds, defaults, formats.
     "hybrid-training.md": ("within 5 to 20 % of", "The last 2 % of", "10 % with"),
     "gate.md": ("limit of 200 MiB", "less than 5 % of the card stays free", "also leaves 5 % free"),
-    "own-script.md": ("5 % of the card free", "hold values up to 256 MiB in all"),
+    "own-script.md": ("5 % of the card", "less than 5 % stays free", "hold values up to 256 MiB in all"),
     "questions.md": ("less than 5 % of the card stays free",),
     "runs.md": ("at most 4 GiB",),
     "README.md": ("a host of 64 GiB", "64 GiB of host memory"),
