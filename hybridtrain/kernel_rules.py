@@ -20,6 +20,7 @@ from hybridkernels.geglu import geglu  # noqa: F401  likewise
 from hybridkernels.rms_norm import rms_norm  # noqa: F401  likewise
 from hybridkernels.swiglu import swiglu  # noqa: F401  likewise
 from hybridtrain.virtual_gpu.account.op_rules import Op, ScratchRule, register_scratch
+from hybridtrain.virtual_gpu.account.reductions import Multiprocessors, reduction_rules
 from hybridtrain.virtual_gpu.cards.card import Card
 
 
@@ -70,10 +71,11 @@ register_scratch(_OPS.adamw_int8_.default, _adamw_int8)
 
 
 def rules_of(card: Card) -> dict[Op, ScratchRule]:
-    """Return the scratch of ops that take another kernel on a card than on most: attention, where there is no flash."""
+    """Return the scratch that depends on the card: of reductions, and of attention where there is no flash."""
+    rules = reduction_rules(Multiprocessors(card.sms, card.threads_per_multiprocessor))
     if card.has_bfloat16_tensor_cores:
-        return {}
-    return {
+        return rules
+    return rules | {
         _OPS.causal_attention.default: lambda args: _tiled(*args[:2], is_backward=False, has_kernel=True),
         _OPS.causal_attention_backward.default: lambda args: _tiled(*args[1:3], is_backward=True, has_kernel=True),
         _OPS.masked_attention.default: lambda args: _tiled(*args[:2], is_backward=False, softcap=args[5]),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtrain.virtual_gpu.account.op_rules import register_scratch
+from hybridtrain.virtual_gpu.account.op_rules import ScratchRule, register_scratch
 
 _ATEN = torch.ops.aten
 _DIRECT_INDICES = 3072
@@ -52,6 +52,26 @@ def _huber_loss(args: Sequence[Any]) -> int:
     return 0 if _reduction(args, 2) == _KEEPS_ELEMENTS else guess.nbytes
 
 
+def _operands(first: int) -> ScratchRule:
+    """Return the copies of operands that lie in neither order, as an expanded gradient (cuda/Blas.cpp)."""
+
+    def scratch(args: Sequence[Any]) -> int:
+        return sum(tensor.nbytes for tensor in args[first : first + 2] if not _is_ordered(tensor))
+
+    return scratch
+
+
+def _is_ordered(x: Tensor) -> bool:
+    """Whether rows or columns are dense, one after the other (``prepare_matrix_for_cublas`` and its batched twin)."""
+    (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
+    return bool(
+        (x.ndim == 2 and torch.ops.aten.is_non_overlapping_and_dense(x))
+        or (row == 1 and column >= max(1, rows))
+        or (column == 1 and row >= max(1, columns))
+        or x.is_contiguous()
+    )  # fmt: skip
+
+
 def _reduction(args: Sequence[Any], place: int) -> Any:
     return args[place] if len(args) > place else 1
 
@@ -60,4 +80,6 @@ register_scratch(_ATEN._softmax_backward_data.default, _softmax_backward)
 register_scratch(_ATEN.embedding_dense_backward.default, _embedding_backward)
 register_scratch(_ATEN.logsumexp.default, _logsumexp)
 register_scratch(_ATEN.binary_cross_entropy_with_logits.default, _loss_of_logits)
+for _op, _first in ((_ATEN.mm, 0), (_ATEN.bmm, 0), (_ATEN.addmm, 1), (_ATEN.baddbmm, 1)):
+    register_scratch(_op.default, _operands(_first))
 register_scratch(_ATEN.huber_loss.default, _huber_loss)

@@ -213,6 +213,12 @@ class Card:
         return f"{self.name}: {'; '.join(notes)}" if notes else ""
 
     @property
+    def threads_per_multiprocessor(self) -> int:
+        """The most resident threads (CUDA C++ Programming Guide, technical specifications by compute capability)."""
+        known = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (11, 0): 1536, (12, 0): 1536, (12, 1): 1536}
+        return known.get(self.capability, 2048)
+
+    @property
     def cublas_workspace_bytes(self) -> int:
         """Per handle and stream, inside the allocator (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
         return 33_554_432 if self.capability[0] >= _HOPPER else 8_519_680

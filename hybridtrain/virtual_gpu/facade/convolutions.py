@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.virtual_gpu.account.op_rules import Op, ScratchRule
+from hybridtrain.virtual_gpu.account.reductions import Multiprocessors
 
 _FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 CONVOLUTIONS = frozenset({_FORWARD, _BACKWARD})
@@ -28,8 +29,11 @@ _ALIGNED_BYTES = 16
 """Channels of an operand of tensor cores come in so many bytes; others are padded, which takes a copy."""
 
 
-def workspace_rules(capability: int) -> dict[Op, ScratchRule]:
-    """Return the bytes of workspace by op and arguments, for a card of compute capability ``capability / 10``."""
+def workspace_rules(capability: int, multiprocessors: Multiprocessors) -> dict[Op, ScratchRule]:
+    """Return the bytes of workspace by op and arguments, for a card of compute capability ``capability / 10``.
+
+    The gradient of a bias is a sum, after the convolution (Convolution.cpp, ``convolution_backward``).
+    """
 
     def forward(args: Sequence[Any]) -> int:
         x, weight, _, stride, padding, dilation, is_transposed, extra, groups = args
@@ -41,9 +45,11 @@ def workspace_rules(capability: int) -> dict[Op, ScratchRule]:
 
     def backward(args: Sequence[Any]) -> int:
         gradient, x, weight, _, stride, _, dilation, _, _, groups, asked = args
+        others = [dim for dim in range(gradient.ndim) if dim != 1]
+        bias = multiprocessors.scratch_of(gradient, others, torch.float32.itemsize) if asked[2] else 0
         if _has_tensor_cores(x.dtype, capability):
-            return _copies(x, weight, gradient.shape, groups, capability)
-        return _winograd(weight, stride, dilation, groups) if asked[0] else 0
+            return max(bias, _copies(x, weight, gradient.shape, groups, capability))
+        return max(bias, _winograd(weight, stride, dilation, groups) if asked[0] else 0)
 
     return {_FORWARD: forward, _BACKWARD: backward}
 

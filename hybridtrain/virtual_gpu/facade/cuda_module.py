@@ -44,7 +44,7 @@ _BUILDS = (
 )
 """Wheels of torch: least compute capability, CUDA version, and compiled architectures (.ci/manywheel/build_cuda.sh)."""
 _RATES = {
-    "is_integrated": 0, "is_multi_gpu_board": 0, "warp_size": 32, "max_threads_per_multi_processor": 1536,
+    "is_integrated": 0, "is_multi_gpu_board": 0, "warp_size": 32,
     "regs_per_multiprocessor": 65536, "shared_memory_per_block_optin": 101376,
     "shared_memory_per_multiprocessor": 102400, "shared_memory_per_block": 49152, "L2_cache_size": 0, "gcnArchName": "",
     "uuid": "00000000-0000-0000-0000-000000000000",
@@ -150,7 +150,7 @@ def cuda_names(ledger: VirtualLedger) -> dict[str, Any]:
     major, minor = (int(part) for part in card.compute_capability.split("."))
     properties = SimpleNamespace(
         name=card.name, total_memory=card.memory_bytes, major=major, minor=minor, multi_processor_count=card.sms,
-        **_RATES,
+        max_threads_per_multi_processor=card.threads_per_multiprocessor, **_RATES,
     )  # fmt: skip
 
     def state() -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.virtual_gpu.account.op_rules import Args, Op, ScratchRule, register_scratch, tensors_in
+from hybridtrain.virtual_gpu.account.reductions import Multiprocessors, reduction_rules
 from hybridtrain.virtual_gpu.facade.convolutions import workspace_rules
 from hybridtrain.virtual_gpu.facade.known_values import Place
 from hybridtrain.virtual_gpu.facade.placeholders import where_called
@@ -77,7 +78,9 @@ def cuda_paths(ledger: VirtualLedger) -> Iterator["Autocast"]:
         ledger.scratch_rules[_ATEN._scaled_dot_product_efficient_attention_backward.default] = (
             chooser.efficient_backward
         )
-        ledger.scratch_rules.update(workspace_rules(chooser.capability))
+        multiprocessors = Multiprocessors(ledger.card.sms, ledger.card.threads_per_multiprocessor)
+        ledger.scratch_rules.update(reduction_rules(multiprocessors))
+        ledger.scratch_rules.update(workspace_rules(chooser.capability, multiprocessors))
         for rule, names in autocast.rules():
             for name in names:
                 op = _overload(name)
