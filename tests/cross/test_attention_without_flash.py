@@ -64,7 +64,9 @@ def test_the_ledger_counts_tiles_on_a_card_without_flash_attention(options: dict
     softcap = options.get("softcap", 0.0)
     for is_backward in (False, True):
         assert tiled.tiled_workspace_bytes(q, k, is_backward=is_backward, softcap=softcap) in ledger.trace().sizes
-    assert rules_of(find_card("rtx-3090")) == {}
+    attention = torch.ops.hybridkernels.causal_attention.default
+    assert attention in rules_of(T4)
+    assert attention not in rules_of(find_card("rtx-3090"))
 
 
 def test_a_plan_counts_tiles_on_a_card_without_flash_attention() -> None:

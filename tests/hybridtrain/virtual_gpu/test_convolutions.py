@@ -6,10 +6,12 @@ import torch.distributed as dist
 
 from hybridtrain.units import format_bytes
 from hybridtrain.virtual_gpu import VirtualGpu, find_card
+from hybridtrain.virtual_gpu.account.reductions import Multiprocessors
 from hybridtrain.virtual_gpu.facade.convolutions import workspace_rules
 
 CONTIGUOUS, LAST = torch.contiguous_format, torch.channels_last
 HALF, FULL = torch.float16, torch.float32
+L40S = Multiprocessors(142, 1536)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def test_the_workspace_is_that_of_cudnns_heuristics(
     x = torch.empty(32, channels, size, size, dtype=dtype, device="meta", memory_format=layout)
     weight = torch.empty(outputs, inputs, kernel, kernel, dtype=dtype, device="meta", memory_format=layout)
     args = x, weight, None, [stride] * 2, [kernel // 2] * 2, [1] * 2, False, [0] * 2, 1
-    taken = workspace_rules(card)[torch.ops.aten.convolution.default](args)
+    taken = workspace_rules(card, L40S)[torch.ops.aten.convolution.default](args)
     assert taken / 2**20 == pytest.approx(mib, abs=0.01)  # cuDNN's figures are written with two decimals
 
 
@@ -42,10 +44,21 @@ def test_what_tensor_cores_do_not_read_needs_no_copy() -> None:
     x, weight = torch.empty(2, 64, 8, 8, device="meta"), torch.empty(64, 64, 3, 3, device="meta")
     args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     rule = torch.ops.aten.convolution.default
-    assert workspace_rules(75)[rule](args) / 2**20 == pytest.approx(0.39, abs=0.01)  # Winograd's weights
-    assert workspace_rules(80)[rule](args) > workspace_rules(75)[rule]((*args[:3], [2, 2], *args[4:])) == 0
+    assert workspace_rules(75, L40S)[rule](args) / 2**20 == pytest.approx(0.39, abs=0.01)  # Winograd's weights
+    assert workspace_rules(80, L40S)[rule](args) > workspace_rules(75, L40S)[rule]((*args[:3], [2, 2], *args[4:])) == 0
     depthwise = (x.half(), torch.empty(64, 1, 3, 3, device="meta").half(), *args[2:8], 64)
-    assert workspace_rules(80)[rule](depthwise) == 0
+    assert workspace_rules(80, L40S)[rule](depthwise) == 0
+
+
+def test_the_gradient_of_a_bias_is_a_sum_over_pictures_and_places() -> None:
+    def taken(layout: torch.memory_format, *, bias: bool) -> int:
+        x = torch.empty(32, 320, 64, 64, dtype=HALF, device="meta").to(memory_format=layout)
+        weight = torch.empty(320, 320, 3, 3, dtype=HALF, device="meta").to(memory_format=layout)
+        args = (x, x, weight, [320], [1] * 2, [1] * 2, [1] * 2, False, [0] * 2, 1, [True, True, bias])
+        return workspace_rules(89, L40S)[torch.ops.aten.convolution_backward.default](args)
+
+    assert (taken(LAST, bias=False), taken(LAST, bias=True)) == (0, 93_061_132)  # channels lie side by side
+    assert taken(CONTIGUOUS, bias=True) == taken(CONTIGUOUS, bias=False) > 0  # copies of operands are larger
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
