@@ -111,7 +111,7 @@ class _Walk:
         return max(extent, self.inputs * self.outputs)
 
     def halved(self) -> "_Walk":
-        longest = max((*self.reduced, *self.kept), key=lambda d: (d.size - 1) * d.stride)
+        longest = max((*self.reduced, *self.kept), key=lambda d: ((d.size - 1) * d.stride, d.size))
         half = _Dimension(longest.size // 2, longest.stride)
         return replace(
             self,

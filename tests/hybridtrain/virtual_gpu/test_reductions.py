@@ -50,6 +50,7 @@ def test_more_multiprocessors_split_a_sum_further() -> None:
 def test_what_32_bit_indices_do_not_reach_is_halved_and_summed_in_a_buffer() -> None:
     whole, half = _meta(2**20, 2048), _meta(2**19, 2048)
     assert L40S.scratch_of(whole, [0], 4) == 4 * 2048 + L40S.scratch_of(half, [0], 4)
+    assert L40S.scratch_of(_meta(1, 1).expand(2**31, 2), [0], 4) > 0  # no stride tells which dimension is long
 
 
 @pytest.mark.parametrize("card", ["l40s", "a100-80gb", "rtx-2080-ti"])
