@@ -69,7 +69,7 @@ def _is_ordered(x: Tensor) -> bool:
         or (row == 1 and column >= max(1, rows))
         or (column == 1 and row >= max(1, columns))
         or x.is_contiguous()
-    )  # fmt: skip
+    )
 
 
 def _reduction(args: Sequence[Any], place: int) -> Any:

@@ -188,14 +188,12 @@ class Figures(Results):
             if found.level and found.configuration.name in _PRECISIONS and found.finding is not Finding.UNFINISHED
         ]
         size = max(found.scale[0] for _, found in judged)
-        told, margins = dict[Finding, dict[str, None]](), set[float]()
+        told, margins = dict[Finding, list[str]](), set[float]()
         for ladder, found in judged:
             if found.scale[0] == size:
-                told.setdefault(found.finding, {})[_PRECISIONS[found.configuration.name]] = (
-                    None  # once, of several ladders
-                )
+                told.setdefault(found.finding, []).append(_PRECISIONS[found.configuration.name])
                 margins.add(ladder.margin_nats)
-        words = "; ".join(f"{finding}: {', '.join(names)}" for finding, names in told.items())
+        words = "; ".join(f"{finding}: {', '.join(dict.fromkeys(names))}" for finding, names in told.items())
         where = f"executed; margin {max(margins):g} nats of loss, {format_count(size)} parameters"
         return f"{words} ({where}; larger models: undecided)"
 
